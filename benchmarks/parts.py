@@ -1,4 +1,4 @@
-"""What the studies share: their command lines, reading records, and the parts of a table."""
+"""Common parts of the studies: their command lines, reading records, and a table's parts."""
 
 import argparse
 import html
@@ -46,7 +46,7 @@ def spread(results: Sequence[float], share: bool = False, digits: int | None = N
 
 
 def provenance(records: Sequence[dict]) -> str:
-    """Where records come from."""
+    """Provenance of records."""
     return origin([record["environment"] for record in records])
 
 

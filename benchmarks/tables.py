@@ -16,7 +16,7 @@ PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md")
 
 
 def blocks() -> dict[str, Callable[[], str]]:
-    """What fills each marked block, by name."""
+    """Functions that fill each marked block, by name."""
     studies = sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/table.py"))
     tables = [importlib.import_module(f"benchmarks.{study}.table") for study in studies]
     return {name: make for table in tables for name, make in table.BLOCKS.items()}

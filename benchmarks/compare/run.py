@@ -109,7 +109,7 @@ def last_loss(record: Record) -> float:
 
 
 def run_of(record: Record) -> Run:
-    """What a record is of."""
+    """Run of a record."""
     rate = record.config["budget"]["learning_rate"]
     return Run(record.task, record.mechanism, record.seed, rate)
 
@@ -143,7 +143,7 @@ def train_run(run: Run, setup: Setup, folder: Path) -> Record:
 def config(
     setup: Setup, attention: Attention, size: Size, hyperparameters: Hyperparameters
 ) -> dict:
-    """What else is needed to repeat a run, as `heedful compare` records it."""
+    """Other data needed to repeat a run, as `heedful compare` records it."""
     model = {"size": asdict(size), "mechanism": described(attention)}
     return {"task": asdict(setup.task), "budget": asdict(hyperparameters)} | model
 

@@ -89,7 +89,7 @@ def pairs() -> str:
 
 
 def tuned() -> str:
-    """What every mechanism ends with at the learning rate that served it best."""
+    """Results of every mechanism at its best learning rate."""
     records = [r for r in read_records(RESULTS / "tuned-cpu.jsonl") if r.seed != TRIED_WITH]
     tasks = {task: setup for task, setup in setups().items() if task in {r.task for r in records}}
     signs = dict(zip(FACTORS, ("½ ×", "1 ×", "2 ×"), strict=True))

@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
 
 
 def bytes_of(cache) -> tuple[int, int]:
-    """What a cache holds, and its peak; of transformers' own, what it holds (its copies aside)."""
+    """Bytes of a cache, and its peak; of transformers' own, its bytes twice (its copies aside)."""
     if isinstance(cache, heedful.KVCache):
         return cache.nbytes, cache.peak_nbytes
     storages = [

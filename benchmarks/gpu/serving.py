@@ -102,7 +102,7 @@ def seconds(run: Callable[[], object], cuda: bool) -> float:
 
 
 def config_of(sizes: Serving, way: str, batch: int) -> dict:
-    """What the numbers depend on, JSON-ready."""
+    """Options that the numbers depend on, JSON-ready."""
     return {name: x for name, x in asdict(sizes).items() if name != "batches"} | {
         "way": way, "batch": batch,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What one session on a GPU is to find out, in seven stages of at most ten minutes each.
+"""Session on a GPU, in seven stages of at most ten minutes each.
 
 1. versions, ceilings, primitives, and the laws of the operators on the real kernels;
 2. the operators beside SDPA, as models call them: bf16, batch 4, 16 heads of 128, transposed views;
@@ -108,7 +108,7 @@ def worker(
 
 
 def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
-    """What this machine and its libraries are, and whether the kernels are right here."""
+    """Properties of this machine and its libraries, and of the kernels' correctness here."""
     from heedful_lab.commands.bench.cases import device
 
     yield from gpu_report.cases(sizes.report)
@@ -117,7 +117,7 @@ def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
 
 
 def laws(tests: tuple[str, ...], left: float) -> dict:
-    """How the operators' tests end on this device, and the names of those that fail."""
+    """Run the operators' tests on this device: the result, and the names of those that fail."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -147,7 +147,7 @@ def laws(tests: tuple[str, ...], left: float) -> dict:
 
 
 def outcomes(output: str) -> dict[str, str]:
-    """How each test ended, from pytest's output, with and without workers, also if cut off."""
+    """Outcome of each test, from pytest's output, with and without workers, also if cut off."""
     words = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
     alone = re.findall(rf"^(tests/\S+::.*?) ({words})\b", output, re.MULTILINE)
     by_workers = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({words}) (.*?) *$", output, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a GPU measured, and what a call launches and moves there, counted without one."""
+"""Measurements of a GPU, and a call's launches and traffic there, counted without one."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def steps() -> str:
 
 
 def ceilings() -> str:
-    """What the device and its libraries reach, and what a form for a GPU is made of."""
+    """Ceilings of the device and its libraries, and the parts of a form for a GPU."""
     records = [r for r in read(RESULTS / "h100-ceilings.jsonl") if "ms" in r["numbers"]]
     lines = []
     for r in records:

@@ -1,4 +1,4 @@
-"""How many tiles of the map selective attention computes for the random inputs of the benchmarks.
+"""Number of tiles that selective attention computes for the benchmarks' random inputs.
 
 Its kernels leave out tiles in which no key can have a weight above zero. The rule is computed here
 on a CPU, for one sequence of 16 heads of 128 normal numbers and tiles as in the forward pass.

@@ -1,4 +1,4 @@
-"""Where the time of an operator goes: the kernels of one call, forward and backward, by share.
+"""Time of an operator by kernel: those of one call, forward and backward, by share.
 
 On a GPU these are its kernels; on a CPU torch's operations, each without those that it calls.
 """

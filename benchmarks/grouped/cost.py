@@ -1,4 +1,4 @@
-"""What grouped attention costs beside SDPA: seconds, memory, score pairs, bytes of a cache.
+"""Cost of grouped attention beside SDPA: seconds, memory, score pairs, bytes of a cache.
 
 One attention operator, forward and backward, its summaries made from learned weights; torch's own
 scaled_dot_product_attention beside it. Both take turns in one process; the peak of memory is that

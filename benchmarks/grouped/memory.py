@@ -1,4 +1,4 @@
-"""What one step of training takes with every grouping: peak memory and seconds of a processor.
+"""Cost of one step of training with every grouping: peak memory and processor seconds.
 
 The models and sequences are those of `benchmarks/grouped/run.py`, each measured in a process of its
 own with one thread: the growth of its peak over a forward and a backward pass, and the least

@@ -1,4 +1,4 @@
-"""What grouping costs in quality: every grouping with every refinement beside its controls.
+"""Cost of grouping in quality: every grouping with every refinement beside its controls.
 
 Small models are trained, all with the same sequences and the same number of summaries: one for
 every eight tokens, measured. Beside them stand full attention, a window of as many tokens as a

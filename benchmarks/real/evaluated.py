@@ -1,4 +1,4 @@
-"""What `heedful eval` found, as results: every task and measure, beside the first model.
+"""Results of `heedful eval`: every task and measure, beside the first model.
 
     python -m benchmarks.real.evaluated runs/harness --out benchmarks/real/results/harness-cpu.jsonl
 

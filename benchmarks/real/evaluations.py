@@ -85,7 +85,7 @@ def multi_token_lower() -> str:
 
 
 def multi_token_all() -> str:
-    """Where every weight is trained, the control's too."""
+    """Results with every weight trained, the control's too."""
     records = read_study("mta-all")
     return _of_seeds("all", {"mta": "multi-token attention"}, records, "try")
 
@@ -97,7 +97,7 @@ def parallax_lower() -> str:
 
 
 def multi_token_alone() -> str:
-    """What the mechanism changes in the base when nothing else is trained, by seed."""
+    """Changes in the base by the mechanism when nothing else is trained, by seed."""
     records = read_study("mta-alone")
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
     lines = [["stock", *(_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)]]
@@ -111,7 +111,7 @@ def multi_token_alone() -> str:
 
 
 def rivals() -> str:
-    """What two other mechanisms change beside the same control."""
+    """Changes by two other mechanisms beside the same control."""
     records, names = read_study("rivals"), {"dex": "Dex", "parallax": "parallax"}
     lines = _beside_control(records, names, 0)
     return f"{markdown(HEAD, lines)}\n\n{provenance([*_trained('lora', *names), *records])}"

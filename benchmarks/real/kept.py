@@ -1,4 +1,4 @@
-"""Which tokens an adapter keeps: by kind of word, age and surprise, per layer.
+"""Tokens that an adapter keeps: by kind of word, age and surprise, per layer.
 
 Books are read under a budget, and after their last token the tokens that each layer has cached are
 compared with all that it has read. A share above 1 says that a kind is kept more often than

@@ -1,4 +1,4 @@
-"""What the results of this study are of: models and policies, as its tables name them."""
+"""Names of this study's models and policies in its tables."""
 
 from pathlib import Path
 

@@ -182,7 +182,7 @@ def perplexity(
 def needles(
     model: PreTrainedModel, tokenizer, eviction: Eviction | None, options: argparse.Namespace
 ) -> dict[str, list[bool]]:
-    """Which numbers are found, by depth."""
+    """Test which numbers are found, by depth."""
 
     def count(text: str) -> int:
         return len(tokenizer(text, verbose=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""How long a prompt and a decoded token take, with the whole cache and with small ones.
+"""Time of a prompt and of a decoded token, with the full cache and with small ones.
 
 Every way stands in one process and they take turns, so their ratios say more than their times. A
 prompt is of arbitrary tokens; where tokens are evicted it comes in chunks, as in the study.

@@ -98,7 +98,7 @@ def _times(record: dict) -> list[str]:
 
 
 def _rise(record: dict, whole: dict) -> str:
-    """How much perplexity rises, and what 95 % of bootstrap samples of ten books give."""
+    """Rise of perplexity, and its range in 95 % of bootstrap samples of ten books."""
     rises = numpy.array(record["nats"]) - numpy.array(whole["nats"])
     rise = f"{numpy.expm1(rises.mean()):+.1%}"
     if len(rises) < 10 or record is whole:
@@ -114,7 +114,7 @@ def mean_interval(values: numpy.ndarray) -> numpy.ndarray:
 
 
 def _needles(record: dict) -> str:
-    """How many needles are in the answers, or a dash where the study asked for none."""
+    """Number of needles in the answers, or a dash where the study has none."""
     if "needles" not in record:
         return "–"
     asked = {key: len(x) for key, x in record.get("hits", {}).items()}
@@ -201,7 +201,7 @@ def several_numbers() -> str:
 
 
 def answers() -> str:
-    """What is written in conversations: as the base judges it, and how often it repeats itself."""
+    """Answers in conversations: as the base judges them, and how often they repeat themselves."""
     records = read_study("answers")
     own, lines = [x["reply"] for x in records[0]["answers"]], []
     for r in records:
@@ -247,7 +247,7 @@ def speed(study: str) -> str:
 
 
 def kept_kinds() -> str:
-    """How often tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
+    """Rate at which tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
     records = read_study("kept")
     layers = 1 + max(r["layer"] for r in records)
     thirds = [range(layers), *(range(n * layers // 3, (n + 1) * layers // 3) for n in range(3))]
@@ -271,7 +271,7 @@ def kept_kinds() -> str:
 
 
 def averaged_maps() -> str:
-    """How far multi-token attention moves the weight of a map, step by step; mean of the seeds."""
+    """Shift of attention weights by multi-token attention, step by step; mean of the seeds."""
     records, lines = read_study("maps"), []
     layers = [[n] for n in sorted({r["layer"] for r in records})]
     for part in (*layers, [n for (n,) in layers]):
@@ -341,7 +341,7 @@ def real_heads() -> str:
 
 
 def _searched(record: dict) -> bool:
-    """Whether its budgets of key heads were searched for as many tokens as they are used with."""
+    """Test whether its key heads' budgets were searched for as many tokens as in their use."""
     return "-400" in record["model"]
 
 

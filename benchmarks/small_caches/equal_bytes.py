@@ -146,7 +146,7 @@ def fitting(
 
 
 def peak_bytes(model: PreTrainedModel, eviction: Eviction, task: Task) -> float:
-    """What the caches take at their peak for a sequence, by the first of the evaluation set."""
+    """Bytes of the caches at their peak for a sequence, by the first of the evaluation set."""
     with evicting(model, eviction) as peaks:
         model(input_ids=task.held_out(1).input_ids, use_cache=False)
     return peaks.nbytes

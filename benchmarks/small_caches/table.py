@@ -107,7 +107,7 @@ def equal_bytes(name: str) -> str:
 
 
 def _value(record: dict) -> str:
-    """What a record is judged by."""
+    """Value that a record is judged by."""
     value = next(iter(record["final"].values()))
     return f"{value:.2f}" if record["metric"] == "perplexity" else f"{100 * value:.1f} %"
 

@@ -1,4 +1,4 @@
-"""What a trained model's kernels and mixing matrices are: their numbers, and names for them.
+"""Kernels and mixing matrices of a trained model: their numbers, and names for them.
 
     python -m benchmarks.training.learned runs/training/long-mta-0-2000-0.002 \
         --out runs/learned.jsonl

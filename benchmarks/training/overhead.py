@@ -1,4 +1,4 @@
-"""What `heedful train` costs beside a plain Trainer loop on the stock model, and each mechanism.
+"""Cost of `heedful train` and each mechanism beside a plain Trainer loop on the base model.
 
 The same sequences, model, optimiser and dtype in fresh processes, one after the other in turn;
 medians of the steps' times on one thread, as the processor counts them, so that other work on the
@@ -138,7 +138,7 @@ def in_turn(kinds: tuple[str, str], steps: int, folder: Path) -> list[float]:
 
 
 def pairs(steps: int, kinds: Sequence[str], out: Path | None) -> None:
-    """What each kind costs beside the plain loop, step by step."""
+    """Measure the cost of each kind beside the plain loop, step by step."""
     for kind in kinds:
         beside = separate("--in-turn", "plain", kind, "--pairs", str(steps))
         turned = separate("--in-turn", kind, "plain", "--pairs", str(steps))
@@ -152,7 +152,7 @@ def pairs(steps: int, kinds: Sequence[str], out: Path | None) -> None:
 
 
 def separate(*options: str) -> list[float]:
-    """What this script prints with these options in a process of its own."""
+    """Run this script with these options in a process of its own, and return what it prints."""
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.training.overhead", *options],
         cwd=ROOT,

@@ -139,7 +139,7 @@ class RunSpec(NamedTuple):
 
 
 def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[RunSpec]:
-    """What to train, in an order in which whatever is done is a comparison."""
+    """Plan of the runs, in an order in which whatever is done is a comparison."""
     names_of = FORMS if args.ablation else MECHANISMS
     names = [name for name in names_of if not args.only or name in args.only]
     kind = "ablation" if args.ablation else "steps"
@@ -167,7 +167,7 @@ def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[RunSpec
 
 
 def slowness(path: Path | None) -> dict[str, float]:
-    """How many times a step of standard attention each mechanism's takes."""
+    """Step time of each mechanism, relative to standard attention."""
     if path is None:
         return {}
     times = {line["kind"]: line["times_plain"] for line in read_partial(path)}
@@ -228,7 +228,7 @@ def training(args: argparse.Namespace, spec: RunSpec, folder: Path) -> Training:
 
 
 def tokens(args: argparse.Namespace, steps: int) -> int:
-    """What so many steps learn from."""
+    """Number of tokens that so many steps learn from."""
     return steps * args.batch * (args.length - 1) + 1
 
 

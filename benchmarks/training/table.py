@@ -110,7 +110,7 @@ def overhead(path: Path = OVERHEAD) -> str:
 
 
 def in_turn(path: Path) -> str:
-    """What `heedful train` takes beside the plain loop, step by step in one process."""
+    """Time of `heedful train` beside the plain loop, step by step in one process."""
     records = read(path)
     names = {"standard": "`heedful train`, standard attention", "plain": "the plain loop itself"}
     lines = []

@@ -1,4 +1,4 @@
-"""What `convert(verify=True)` costs at a real size: Llamas of random weights, on a CPU.
+"""Cost of `convert(verify=True)` at a real size: Llamas of random weights, on a CPU.
 
 Each conversion is timed without the proof and with it, in turn, and reverted; beside them one
 forward pass of the tokens that the proof runs.

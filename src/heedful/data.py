@@ -330,7 +330,7 @@ def _pair(what: str, name: str, source: str, target: str) -> TextPair:
 
 
 def _texts(file: Path) -> Iterator[str]:
-    """What a file holds, decompressed and decoded, a part at a time."""
+    """Yield a file's text, decompressed and decoded, a part at a time."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     read = 0
     try:

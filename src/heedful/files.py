@@ -126,7 +126,7 @@ def _unfinished_line(file: BinaryIO) -> bytes:
 def read_each(
     path: str | Path, from_json: Callable[[str], Line], kind: str
 ) -> list[tuple[int, Line]]:
-    """What `append_line` wrote, each with the number of its line.
+    """Read the lines that `append_line` wrote, each with its number.
 
     A last line that was cut off is left out with a warning.
 
@@ -156,7 +156,7 @@ def read_each(
 
 
 def _cut_off(line: bytes) -> bool:
-    """Whether a last line without its newline is the beginning of one: no beginning is JSON."""
+    """Test whether a last line without its newline was cut off, that is, is not JSON."""
     try:
         json.loads(line or b"null")
     except (ValueError, RecursionError):

@@ -385,7 +385,7 @@ def _inspect(command: InspectCommand) -> int:
 
 
 def _say_device(device: str) -> None:
-    """Where the work was done, beside what it printed."""
+    """Print the device of the work, beside its output."""
     from heedful_lab.commands.models import device_in_words
 
     print(f"device: {device_in_words(device)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What works on this machine or with a model, what does not, and why."""
+"""Report of what works on this machine or with a model, what does not, and why."""
 
 import platform
 import sys
@@ -72,7 +72,7 @@ def _tested(package: str, version: str) -> str:
 
 
 def _too_old(package: str, version: str) -> bool:
-    """Whether the integration refuses this version."""
+    """Test whether this version is too old for the integration."""
     oldest = TESTED[package][0] if package == "transformers" else version
     return release(version) < release(oldest)
 
@@ -118,7 +118,7 @@ def _operators() -> str:
 
 
 def _fused() -> str:
-    """Whether the Triton kernels can be requested here, and what runs otherwise."""
+    """Report whether the Triton kernels can be requested here, and what runs otherwise."""
     import torch
 
     from heedful.ops.impl import no_triton, runs_kernels
@@ -202,7 +202,7 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
 
 
 class _Fit(NamedTuple):
-    """What a mechanism comes to in a model."""
+    """Description of a mechanism in a model."""
 
     about: str
     heads: str
@@ -210,7 +210,7 @@ class _Fit(NamedTuple):
 
 
 def _fit(model, config) -> tuple[_Fit | None, str]:
-    """What a mechanism adds to a model on `meta`, or why it does not fit."""
+    """Describe a mechanism in a model on `meta`, or why it does not fit."""
     from heedful.hf import convert
     from heedful.hf.cache.new import kept_beside
     from heedful.nn import Layer

@@ -53,7 +53,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
 
 
 def check_visibility(visibility: Visibility, layer: Layer, before: int) -> Visibility:
-    """Who sees whom in a call, without what an evicting cache does not need.
+    """Visibility of a call, without what an evicting cache does not need.
 
     Arguments:
         visibility: of all tokens so far.
@@ -105,7 +105,7 @@ class Padding(NamedTuple):
 
 
 class Protection(NamedTuple):
-    """What decides beside the policy's scores which tokens are evicted.
+    """Rules that decide, beside the policy's scores, which tokens are evicted.
 
     total: how many tokens of each sequence have come.
     prompt: how many of them are the prompt's.
@@ -201,7 +201,7 @@ def _check_room(
 
 
 class Moves(NamedTuple):
-    """How `n` slots become `left`: the tokens in `source` go to the slots `to`, `[B, n - left]`.
+    """Moves from `n` slots to `left`: the tokens in `source` go to the slots `to`, `[B, n - left]`.
 
     One alone comes from the last slot.
     """
@@ -232,7 +232,7 @@ class Moves(NamedTuple):
 
 
 def moves(slots: Int[Tensor, "B m"], count: int, newest: int = 0) -> Moves:
-    """What fills the slots to evict, ascending, of `count` ones.
+    """Moves that fill the slots to evict, ascending, of `count` ones.
 
     What stays of the last m slots goes into the holes before them, in the holes' order. The other
     slots to evict are last slots themselves: what is moved there is dropped with them. The last

@@ -1,4 +1,4 @@
-"""What an eviction policy is: a budget, the tokens that are never evicted, and one score."""
+"""Definition of an eviction policy: a budget, the tokens that are never evicted, and one score."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -23,7 +23,7 @@ def _is_attention(need: object) -> bool:
 
 
 class CachedTokens(NamedTuple):
-    """What a policy scores: the `n` tokens of each sequence that one layer has cached.
+    """Tokens that a policy scores: the `n` of each sequence that one layer has cached.
 
     positions: the position of every token in its sequence, from 0 for the first one that is no
         padding, `[B, n]`; in any order.
@@ -154,5 +154,5 @@ class Eviction:
         return self.tokens
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
-        """How much each token is worth keeping, `[B, n]`; the lowest are evicted first."""
+        """Score each token, `[B, n]`; the lowest are evicted first."""
         raise NotImplementedError

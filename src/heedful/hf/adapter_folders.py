@@ -1,4 +1,4 @@
-"""What was trained beside a frozen base, in a folder of a few MB that opens on that base alone.
+"""Adapter folders: a few MB trained beside a frozen base, which open on that base alone.
 
 `adapter.json` names the mechanisms and the base, with a fingerprint of its weights. The mechanism's
 parameters lie in `adapter.safetensors`; with low-rank matrices, in PEFT's own files instead, which
@@ -106,17 +106,17 @@ def save_adapter(
 
 
 def is_adapter(folder: str | os.PathLike) -> bool:
-    """Whether a folder holds an adapter of `save_adapter`."""
+    """Test whether a folder holds an adapter of `save_adapter`."""
     return (Path(folder) / ABOUT).is_file()
 
 
 def has_low_rank(folder: str | os.PathLike) -> bool:
-    """Whether an adapter has low-rank matrices beside the mechanism."""
+    """Test whether an adapter has LoRA beside the mechanism."""
     return (Path(folder) / _PEFT[0]).is_file()
 
 
 def base_of(name: str | os.PathLike) -> str:
-    """What the base of an adapter's folder is called; any other name is returned as it is.
+    """Name of the base of an adapter's folder; any other name is returned as it is.
 
     Raises:
         ValueError: the adapter is damaged.
@@ -237,7 +237,7 @@ def _put_beside(model: PreTrainedModel, folder: Path) -> None:
 
 
 def fingerprint_of_base(model: nn.Module) -> dict:
-    """What distinguishes a base from another one, whatever is added to its weights."""
+    """Fingerprint of a base, whatever is added to its weights."""
     added = (f".{NAME}.", ".modules_to_save.")
     return fingerprint_of(
         {
@@ -249,7 +249,7 @@ def fingerprint_of_base(model: nn.Module) -> dict:
 
 
 def read_about(folder: Path) -> dict:
-    """What `adapter.json` says, checked: `mechanisms`, and `base` with its name."""
+    """Read and check `adapter.json`: `mechanisms`, and `base` with its name."""
     path = folder / ABOUT
     if not path.is_file():
         raise UserError(
@@ -288,7 +288,7 @@ def read_about(folder: Path) -> dict:
 
 
 def _learned_an_order(folder: Path) -> bool:
-    """Whether an adapter's selectors were trained by `heedful train` to rank a cache's tokens."""
+    """Test whether `heedful train` trained an adapter's selectors to rank a cache's tokens."""
     try:
         return json.loads((folder / "training.json").read_text())["recipe"]["targets"] == "maps"
     except (OSError, ValueError, KeyError, TypeError):

@@ -93,7 +93,7 @@ def converted_inside(model: "PreTrainedModel | PeftModel") -> PreTrainedModel:
 
 
 def holds_adapter(model: nn.Module) -> bool:
-    """Whether PEFT has put its layers into the model."""
+    """Test whether PEFT has put its layers into the model."""
     return any(type(module).__module__.split(".")[0] == "peft" for module in model.modules())
 
 

@@ -62,7 +62,7 @@ class Calls(NamedTuple):
     def strengths(
         self, real: Bool[Tensor, "B T"], documents: Int[Tensor, "#B T"] | None
     ) -> Float[Tensor, "B T"]:
-        """How far matrices act on each token, by what its document has lost before its call."""
+        """LoRA strength at each token, by the evicted share of its document before its call."""
         token = torch.arange(real.shape[1], device=real.device).expand(real.shape)
         later = self.first + (token - self.first) // self.later * self.later
         start = torch.where(token < self.first, 0, later)  # of the token's call
@@ -214,7 +214,7 @@ class AfterEviction:
     def _apply(
         self, module: nn.Module, args: tuple, output: Float[Tensor, "B T n"]
     ) -> Float[Tensor, "B T n"]:
-        """What the matrices add to a layer's output, as far as they act on each token."""
+        """Scale LoRA's addition to a layer's output by the strength at each token."""
         strength = forward_pass().strength or self._newest
         if strength is None or strength.factor is None:
             return torch.zeros_like(output)
@@ -224,7 +224,7 @@ class AfterEviction:
 def strength_after(
     cache: Cache, mask: Real[Tensor, "B n"] | None
 ) -> Float[Tensor, "B 1"] | float | None:
-    """How far matrices act in the next call, by the real tokens that budgets have evicted.
+    """LoRA strength in the next call, by the real tokens that budgets have evicted.
 
     Arguments:
         cache: before a call.

@@ -140,7 +140,7 @@ def _attend_causally(
 def _two_sided(
     module: nn.Module, layer: _Layer, context: AttentionContext, key: Tensor
 ) -> Visibility:
-    """Who sees whom in an encoder, or of a source: no mask shows everything."""
+    """Visibility in an encoder, or of a source; without a mask everything is visible."""
     role, visibility = layer.shape.role, context.visibility
     if visibility is None:
         return Visibility(causal=False)
@@ -269,7 +269,7 @@ def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Te
 
 
 def edits_projections(layer: Layer) -> bool:
-    """Whether a layer changes what goes into its module's projections, or what they give."""
+    """Test whether a layer changes the inputs or outputs of its module's projections."""
     return bool(layer.needs & _EDITS)
 
 
@@ -326,7 +326,7 @@ def _check_implementation(module: nn.Module) -> None:
 
 
 def _visibility_among(args: tuple, kwargs: dict) -> Visibility | None:
-    """Who sees whom in the call with these arguments."""
+    """Visibility of the call with these arguments."""
     contexts = (x for x in (*args, *kwargs.values()) if isinstance(x, AttentionContext))
     return next(contexts, AttentionContext()).visibility
 

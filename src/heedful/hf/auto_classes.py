@@ -1,4 +1,4 @@
-"""What transformers' Auto classes need to open saved folders of converted models.
+"""Classes with which transformers' Auto classes open saved folders of converted models.
 
 Importing `heedful.hf` tells them in this process, as `heedful.register()` and all else does.
 """
@@ -14,7 +14,7 @@ from heedful.hf.versions import implementation_of
 
 
 class HeedfulConfig(PreTrainedConfig):
-    """What a saved `config.json` holds, for transformers' Auto classes.
+    """Configuration in a saved `config.json`, for transformers' Auto classes.
 
     Numbers, names and flags of the model's own configuration are there too, for tools that ask how
     long a row may be or whether there is an encoder; the model gets its own one whole.
@@ -37,7 +37,7 @@ class HeedfulConfig(PreTrainedConfig):
 
 
 class HeedfulModel(PreTrainedModel):
-    """What transformers' Auto classes call to open a converted checkpoint."""
+    """Class that transformers' Auto classes call to open a converted checkpoint."""
 
     config_class = HeedfulConfig
 

@@ -125,7 +125,7 @@ def _arguments(kind: type[Eviction]) -> set[str]:
 
 
 def _is_alike(saved: object, model: nn.Module) -> bool:
-    """Whether a fingerprint is of these shapes and of this mechanism, whatever the base's weights.
+    """Test whether a fingerprint has these shapes and this mechanism, whatever the base's weights.
 
     Merged matrices hide whether the weights below them are those of another quantisation.
     """
@@ -157,7 +157,7 @@ def take_budgets(folder: Path, model: nn.Module) -> None:
 
 
 def belongs(path: Path, model: nn.Module) -> bool:
-    """Whether a budgets file is whole and this model's."""
+    """Test whether a budgets file is whole and this model's."""
     try:
         read_budgets(path, model)
     except ValueError:

@@ -55,7 +55,7 @@ from heedful.ops.impl import Impl, check_impl
 
 
 class Stock(NamedTuple):
-    """What takes a conversion back.
+    """Data needed to undo a conversion.
 
     hooks: handles of all hooks that were registered.
     implementations: attention implementations by configuration.
@@ -69,7 +69,7 @@ class Stock(NamedTuple):
 
 @dataclass
 class Conversion:
-    """What `convert` did to a model.
+    """Result of `convert` on a model.
 
     model: the converted model, the same object.
     mechanisms: the layers' indices by mechanism; all others have standard attention.
@@ -197,7 +197,7 @@ def convert(
 
 
 def _is_trained(model: nn.Module) -> bool:
-    """Whether some norm or bias is no longer one number throughout, as initialisation leaves it.
+    """Test whether some norm or bias is no longer constant, as initialisation leaves it.
 
     A model from the configuration of a checkpoint has the checkpoint's name, and no weights of it.
     """
@@ -272,7 +272,7 @@ def _check_convertible(model: object) -> None:
 def _seat(
     model: PreTrainedModel, attention: Attention, plan: dict[Mechanism, Assignment], impl: Impl
 ) -> Seat:
-    """What the plan puts into an attention module, built; nothing of the model changes."""
+    """Build the plan's layer for an attention module; nothing of the model changes."""
     module, terms, shape = attention.module, terms_of(attention.module), head_shape(attention)
     config = mechanism_at(plan, attention)
     with parameter_device(module):
@@ -303,7 +303,7 @@ def _check_changes(seats: list[Seat], model: str) -> None:
 
 
 def _is_standard(layer: Layer) -> bool:
-    """Whether a layer is standard attention for good: it has nothing to learn."""
+    """Test whether a layer is standard attention for good: it has nothing to learn."""
     plain = isinstance(layer, MultiTokenAttention) or type(layer) is StandardAttention
     changes = layer.window is not None or layer.input_factor != 1.0
     return plain and not changes and next(layer.parameters(), None) is None
@@ -312,7 +312,7 @@ def _is_standard(layer: Layer) -> bool:
 def _is_defined(
     config: Mechanism, layer: Layer, attention: Attention, terms: frozenset[Term], explicit: bool
 ) -> bool:
-    """Whether a mechanism is defined in an attention module; raises where it was named for it."""
+    """Test whether a mechanism is defined in a module; raises where it was named for it."""
     family = type(attention.module).__name__
     if "softcap" in terms - layer.takes:
         raise UserError(

@@ -119,12 +119,12 @@ class ConvertedModel(OwnCacheInGenerate):
 
 
 def attends(model: PreTrainedModel) -> bool:
-    """Whether the mechanism computes the model's attention, and not only ranks cached tokens."""
+    """Test whether the mechanism computes the model's attention, not only ranks cached tokens."""
     return all(layer.host.attends for layer in layers_of(model))
 
 
 def _is_assistant(model: PreTrainedModel, options: dict) -> bool:
-    """Whether a call of `generate` drafts for another model, which takes tokens back afterwards."""
+    """Test whether `generate` drafts for another model, which takes tokens back afterwards."""
     config = options.get("generation_config") or model.generation_config
     return bool(getattr(config, "is_assistant", False))
 
@@ -149,7 +149,7 @@ def _empty(base: type) -> ConvertedModel:
 
 
 def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
-    """Whether the model can go on from what earlier calls left.
+    """Test whether the model can continue from the state of earlier calls.
 
     With `exactly`, whether a cache of heedful can stand in for the family's own; without, also
     whether the family's own holds all that the mechanism needs.

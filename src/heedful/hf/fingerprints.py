@@ -1,4 +1,4 @@
-"""What distinguishes a model from others, as files beside models record it."""
+"""Fingerprints that distinguish models, as files beside models record them."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ _EVEN = (0.35, 0.8)  # RMS of a rounding error in half steps; sqrt(1/3) = 0.58 w
 
 
 class Distance(NamedTuple):
-    """How far a model's weights are from recorded ones.
+    """Distance of a model's weights from recorded ones.
 
     same: equal, up to a cast to another precision.
     near: the same, or those of another quantisation of the same weights.
@@ -52,7 +52,7 @@ class Distance(NamedTuple):
 
 
 def fingerprint(model: nn.Module) -> dict:
-    """What distinguishes a converted model from another one, as JSON-ready values.
+    """Fingerprint of a converted model, as JSON-ready values.
 
     `mechanism` is a digest of the mechanism's parameters, which no quantisation changes, rounded to
     bfloat16.
@@ -82,7 +82,7 @@ def without_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ()) -> dict:
-    """What distinguishes parameters from others, as JSON-ready values.
+    """Fingerprint of parameters, as JSON-ready values.
 
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
     few numbers from all over the parameters. `samples` are more of them, from vectors and from
@@ -105,13 +105,13 @@ def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ())
 
 
 def is_of(saved: object, model: nn.Module) -> bool:
-    """Whether a fingerprint is this model's, be it in another precision or quantisation."""
+    """Test whether a fingerprint is this model's, also in another precision or quantisation."""
     distance = distance_of(saved, fingerprint(model))
     return distance is not None and distance.near
 
 
 def distance_of(saved: object, own: dict) -> Distance | None:
-    """How far weights are from those of a saved fingerprint.
+    """Distance of weights from those of a saved fingerprint.
 
     A difference that comes from rounding is spread evenly over half a step on both sides of zero,
     so it has a size of its own: training on moves weights by less, or by more, or moves those that
@@ -162,7 +162,7 @@ def distance_of(saved: object, own: dict) -> Distance | None:
 
 
 def _is_rounding(apart: Tensor, half: Tensor, most: Tensor) -> bool:
-    """Whether differences are like those of rounding to steps of twice `half`."""
+    """Test whether differences are like those of rounding to steps of twice `half`."""
     near = half > 0
     size = _rms(apart[near] / half[near])
     away = (apart > 1.1 * most).float().mean()

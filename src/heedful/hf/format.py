@@ -1,4 +1,4 @@
-"""What a saved folder of a converted model says of itself: names, fields, the shim.
+"""Format of a saved folder of a converted model: names, fields, the shim.
 
 Tools that are given nothing but a path call transformers' Auto classes, and these know a model type
 only from the process or from the folder. In the folder stands a shim, a file of one import, named
@@ -34,7 +34,7 @@ REFUSED_ELSEWHERE = dict.fromkeys(("attn_implementation", "vocab_size", "text_co
 
 
 def auto_map(auto_class: str | None) -> dict[str, str]:
-    """What `config.json` says of the shim, for `AutoConfig` and the model's own Auto class."""
+    """Map `AutoConfig` and the model's own Auto class to the shim, for `config.json`."""
     module = SHIM.removesuffix(".py")
     models = {} if auto_class is None else {auto_class: f"{module}.HeedfulModel"}
     return {"AutoConfig": f"{module}.HeedfulConfig"} | models

@@ -50,7 +50,7 @@ class Interceptor(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What stands around the layers in a thread."""
+    """Interceptors around the layers in a thread."""
 
     interceptors: tuple[Interceptor, ...] = ()
 
@@ -100,7 +100,7 @@ def using(these: tuple[Interceptor, ...]) -> Iterator[None]:
 
 
 def needs_of(layer: nn.Module) -> frozenset[str]:
-    """What a layer needs of a call, or an interceptor that stands around it."""
+    """Needs of a layer in a call, with those of the interceptors around it."""
     these = _thread.interceptors
     if not these:
         return layer.needs

@@ -97,7 +97,7 @@ def _family(inner: dict, config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def saved_conversion(folder: Path) -> dict:
-    """What a folder's `config.json` says of the conversion, checked: mechanisms and the base."""
+    """Read and check the conversion in a folder's `config.json`: mechanisms and the base."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"folder must be a checkpoint with a config.json, got {folder}")
@@ -111,7 +111,7 @@ def saved_conversion(folder: Path) -> dict:
 
 
 def conversion_in(saved: dict, path: str | os.PathLike) -> dict:
-    """What the contents of a `config.json` say of the conversion, checked; `path` is its name."""
+    """Check the conversion in the contents of a `config.json`; `path` is its name."""
     folder = Path(path).parent
     if saved.get("model_type") != MODEL_TYPE:
         raise UserError(

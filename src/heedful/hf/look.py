@@ -19,7 +19,7 @@ from heedful.nn.layer import Step
 
 
 class LayerLook(NamedTuple):
-    """What one layer did with one sequence, and what multi-token attention has learned.
+    """Attention matrices of one layer for one sequence, and multi-token attention's kernels.
 
     weights: the map that multiplies the values, `[H, T, T]`; differential has one per pair.
     hiding: for selective attention, how much token p hides token j from later ones, `[Hs, T, T]`.
@@ -154,7 +154,7 @@ def _look(layer: Layer, qkv: tuple, options: dict, steps: bool) -> LayerLook:
 def cached_over_time(
     model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], eviction: Eviction
 ) -> dict[int, Bool[Tensor, "T T"]]:
-    """Which tokens each layer's cache holds after every token of one row, read one by one.
+    """Tokens in each layer's cache after every token of one sequence, read one by one.
 
     Arguments:
         model: a converted model, or a decoder of transformers.

@@ -10,7 +10,7 @@ from heedful.nn.shape import ROLES
 
 
 class Assignment(NamedTuple):
-    """Where one mechanism is to be.
+    """Layers and roles of one mechanism.
 
     layers: indices, of layers that have such attention.
     roles: in which attention of these layers.
@@ -29,7 +29,7 @@ def make_plan(
     attention: Iterable[Attention],
     model: str,
 ) -> dict[Mechanism, Assignment]:
-    """Which layers get which mechanism and where, checked; arguments as of `convert`.
+    """Assign mechanisms to layers and roles, checked; arguments as of `convert`.
 
     `attention` is that of the model, whose class is called `model`.
     """

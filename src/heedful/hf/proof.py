@@ -95,7 +95,7 @@ def _unproven(model: PreTrainedModel, reason: str) -> ValueError:
 
 
 def rounding(x: Tensor) -> float:
-    """How far outputs may differ, relative to the largest, where kernels round otherwise."""
+    """Tolerance of outputs, relative to the largest, where kernels round otherwise."""
     # Half of the digits: layers add up, and some families compute in fp32 whatever their weights.
     return max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
 

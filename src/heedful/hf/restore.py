@@ -54,7 +54,7 @@ def restore(
 
 
 def rank_only(mechanisms: Iterable[Mechanism]) -> bool:
-    """Whether mechanisms leave attention alone, and only rank a cache's tokens for eviction."""
+    """Test whether mechanisms leave attention alone, and only rank cached tokens for eviction."""
     others = [x for x in mechanisms if x != Standard()]
     return bool(others) and all(isinstance(x, Selective) and not x.masks for x in others)
 

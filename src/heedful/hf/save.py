@@ -129,7 +129,7 @@ def carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: 
 
 
 def use_cache_settings(model: PreTrainedModel) -> dict[str, bool | None]:
-    """Whether the model caches by default, in each of its configurations that says so."""
+    """Default of `use_cache`, in each of the model's configurations that has one."""
     holders = {name: getattr(model, name, None) for name in ("config", "generation_config")}
     return {name: x.use_cache for name, x in holders.items() if hasattr(x, "use_cache")}
 

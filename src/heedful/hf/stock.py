@@ -107,7 +107,7 @@ def stock_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
 
 
 def stock_class(config: PreTrainedConfig) -> type:
-    """What opens a configuration's models: of encoders what they name, of others an Auto class."""
+    """Auto class that opens a configuration's models: sequence-to-sequence, causal or masked LM."""
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -116,14 +116,14 @@ def stock_class(config: PreTrainedConfig) -> type:
 
 
 def is_gguf(name: str | os.PathLike) -> bool:
-    """Whether a name is that of a GGUF file, or of a package's model, which is one."""
+    """Test whether a name is that of a GGUF file, or of a package's model, which is one."""
     path = Path(name)
     return path.suffix.lower() == ".gguf" or (os.fspath(name) in PACKAGES and not path.is_dir())
 
 
 @contextmanager
 def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
-    """What `from_pretrained` calls a model: a folder or a repository, and a GGUF file in it.
+    """Name of a model for `from_pretrained`: a folder or a repository, and a GGUF file in it.
 
     Whatever is raised while a local GGUF file is read becomes a `ValueError`: a damaged one ends in
     any error of the package gguf.

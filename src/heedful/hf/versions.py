@@ -55,7 +55,7 @@ HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
 
 
 def newer_than_tested() -> bool:
-    """Whether this transformers is of a later release than the tests have run with."""
+    """Test whether this transformers is of a later release than the tests have run with."""
     return release(transformers.__version__) > release(TESTED["transformers"][-1])
 
 
@@ -85,7 +85,7 @@ def generate_argument(cache: Cache | None) -> dict[str, Cache | None]:
 
 
 def cache_name(forward: Callable) -> str:
-    """How a forward calls its cache; as `generate` does where the signature does not tell."""
+    """Name of a forward's cache argument; as in `generate` where the signature has none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in _CACHES if name in parameters), _OF_GENERATE)
 
@@ -176,7 +176,7 @@ def mark_as_given(cache: Cache) -> None:
 
 
 def makes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether `generate` would make a dynamic cache for this family; not for recurrent ones."""
+    """Test whether `generate` makes a dynamic cache for this family; not for recurrent ones."""
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     return supports is not None and supports()
 

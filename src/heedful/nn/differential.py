@@ -185,7 +185,7 @@ class DifferentialV2Attention(StandardAttention):
         scale: float | None = None,
         inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
-        """What the first query of each head reads, less lambda times what the second one does."""
+        """Output of each head's first query, less lambda times that of its second."""
         options = {"visibility": visibility, "scale": scale, "inputs": _of_pairs(inputs)}
         both = super().forward(q, k, v, **options).output
         lam = self.lambdas(inputs, q.shape[2]).to(both.dtype)
@@ -205,7 +205,7 @@ class DifferentialV2Attention(StandardAttention):
 
 
 def _of_pairs(inputs: LayerInputs) -> LayerInputs:
-    """What the family gives a head, for both of its queries: position bias and sink."""
+    """Repeat the family's terms of a head for both of its queries: position bias and sink."""
     bias, sinks = inputs.bias, inputs.sinks
     if bias is not None and bias.shape[1] > 1:
         bias = bias.repeat_interleave(2, dim=1)

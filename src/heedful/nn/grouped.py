@@ -128,7 +128,7 @@ class Grouped:
 
 
 class Features(NamedTuple):
-    """What is kept of a token until its group is complete.
+    """Features of a token, kept until its group is complete.
 
     grouping: what groups are made of, `[B, T, F]`; `None` where counting is enough.
     pooling: what its weight in a summary is made of, `[B, T, P]`; `None` for the mean.
@@ -280,7 +280,7 @@ class GroupedAttention(Layer):
         return groups, features, report if self.learns_groups else None
 
     def shared(self, inputs: LayerInputs, what: str, make):
-        """What the first layer of those with the same groups has made in this forward pass."""
+        """Result of `make`, shared by the layers with the same groups in this forward pass."""
         config = self.config
         first = self.shape.layer - self.shape.layer % config.share
         key = (
@@ -353,14 +353,14 @@ class GroupedAttention(Layer):
     def _weights(
         self, groups: Groups, features: Float[Tensor, "B T P"] | None
     ) -> Float[Tensor, "B M L"] | Float[Tensor, "B M L Hk"]:
-        """How much each member counts, for all heads alike or per key head."""
+        """Weight of each member, for all heads alike or per key head."""
         if features is None:
             return member_weights(groups)
         logits = gather_members(features[..., : self.weight.out_features], groups)
         return member_weights(groups, logits + self.place[: groups.longest])
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
-        """How much of every token's value reaches a query, summaries spread over their members.
+        """Weight of every token's value in a query's output, summaries spread over their members.
 
         What attention inside a group moves between its members is not counted.
         """
@@ -376,7 +376,7 @@ class GroupedAttention(Layer):
 
 
 def _roles(config: Grouped) -> tuple[Role, ...]:
-    """Where it is defined: a decoder is not given a source's ids; groups ask of their own row."""
+    """Roles in which it is defined: decoders lack a source's ids; groups query their own tokens."""
     crosses = config.grouping != "sentence" and config.queries == "tokens"
     return ROLES if crosses else ("decoder", "encoder")
 

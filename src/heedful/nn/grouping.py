@@ -1,4 +1,4 @@
-"""How a layer groups tokens: by counting, by closing tokens, or by what it learns of its input."""
+"""Grouping of a layer's tokens: by count, by closing tokens, or learned from its input."""
 
 import math
 from typing import Literal
@@ -66,7 +66,7 @@ class Grouping(nn.Module):
         self.outer.bias.fill_(math.log(share / (1 - share)))
 
     def features(self, inputs: LayerInputs) -> Float[Tensor, "B T F"] | None:
-        """What the groups of these tokens are made of; `None` where counting is enough.
+        """Features that the groups of these tokens are made of; `None` where counting is enough.
 
         Arguments:
             inputs: the layer's input, or token ids.
@@ -107,7 +107,7 @@ class Grouping(nn.Module):
     def report(
         self, features: Float[Tensor, "B T F"] | None, groups: Groups, places: Places
     ) -> GroupingReport | None:
-        r"""How far the groups are from the target size $g$, $(g\,\overline{\alpha} - 1)^2$.
+        r"""Distance of the groups from the target size $g$, $(g\,\overline{\alpha} - 1)^2$.
 
         `None` where that cannot change.
         """

@@ -33,7 +33,7 @@ class Rotation(Protocol):
 
 
 class Shared:
-    """What the layers of one forward pass keep for each other, by key.
+    """Values that the layers of one forward pass share, by key.
 
     No dict: accelerate hands every module copies of the dicts in its arguments, and what one layer
     leaves in a copy, no other finds.
@@ -53,7 +53,7 @@ class Shared:
 
 
 class LayerInputs(NamedTuple):
-    """What a layer gets beside queries, keys and values: what its `needs` name, else `None`.
+    """Inputs of a layer beside queries, keys and values: those its `needs` name, else `None`.
 
     input: the attention module's input, `[B, T, E]`; of the new tokens, where a cache holds others.
     source: in cross-attention what keys and values are made of, `[B, Tk, Es]`.
@@ -97,7 +97,7 @@ class LayerInputs(NamedTuple):
     new: int | None = None
 
     def before(self, later: int, tokens: int) -> "LayerInputs":
-        """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
+        """Inputs of `tokens` of the new tokens that are followed by `later` ones."""
         if self.newest is not None:
             rest = self._replace(newest=None).before(later, tokens)
             return rest._replace(newest=self.newest.before(later))
@@ -113,7 +113,7 @@ class LayerInputs(NamedTuple):
         return self._replace(**{name: cut(x) for name, x in self._per_token()})
 
     def of_heads(self, heads: slice) -> "LayerInputs":
-        """What belongs to some of the query heads."""
+        """Inputs of some of the query heads."""
         bias, sinks = self.bias, self.sinks
         if bias is not None and bias.shape[1] > 1:
             bias = bias[:, heads]
@@ -124,7 +124,7 @@ class LayerInputs(NamedTuple):
         return self._replace(bias=bias if self.bias is None else self.bias + bias)
 
     def joined(self, more: "LayerInputs") -> "LayerInputs":
-        """What belongs to these tokens and those of the next call; the rest is that call's."""
+        """Inputs of these tokens and those of the next call; the rest is that call's."""
         first, second = dict(self._per_token()), dict(more._per_token())
         both = first.keys() & second.keys()
         return more._replace(**{x: torch.cat([first[x], second[x]], dim=1) for x in both})
@@ -138,7 +138,7 @@ NO_INPUTS = LayerInputs()
 
 
 class Tokens(NamedTuple):
-    """What a layer knows about the tokens whose rows it changes before it attends.
+    """Context of the tokens whose rows a layer changes before it attends.
 
     input: what the projection took of them, `[B, T, E]`; `None` before the projections.
     past: the newest rows of earlier calls, as they came to the same method, `[B, r, ...]`, oldest
@@ -156,7 +156,7 @@ ALONE = Tokens()
 
 
 class GroupingReport(NamedTuple):
-    """What training needs to know of the groups of one forward pass.
+    """Statistics of the groups of one forward pass, for training.
 
     loss: how far the mean size of a group is from the target; has a gradient.
     size: the mean size of a group.
@@ -169,7 +169,7 @@ class GroupingReport(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns.
+    """Result of a layer.
 
     output: `[B, H, Tq, D]`, in the shape of the model's heads.
     state: what the next tokens need to go on from here, one number per key, `[B, S, Tk]`; `None` if
@@ -185,7 +185,7 @@ class LayerOutput(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """What a layer attends to, dense: for looking at.
+    """Attention matrices of a layer, dense: for inspection.
 
     weights: the maps that multiply the values, `[B, H, Tq, Tk]` (differential: one per pair).
     hiding: how much token p hides token j from later ones, `[B, Hs, Tq, Tk]`; `None` without.
@@ -211,7 +211,7 @@ class Step(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What the integration says of the attention module that a layer is in.
+    """Properties of the attention module that a layer is in, set by the integration.
 
     terms: what the module's family does to its logits and weights.
     own_cache: whether the module has a layer of a cache to itself.
@@ -225,7 +225,7 @@ class Host(NamedTuple):
 
 
 class Layer(nn.Module):
-    """What stands between queries, keys and values of one attention module.
+    """Base of all mechanisms' layers: attention on queries, keys and values of one module.
 
     The constructor initialises every parameter. The caller (the integration with transformers, a
     model of one's own) serves what the attributes declare and guesses nothing.
@@ -300,33 +300,33 @@ class Layer(nn.Module):
 
     @property
     def plain_cache(self) -> bool:
-        """Whether keys and values are all that the next token needs."""
+        """True if keys and values are all that the next token needs."""
         rows = self.past_queries + self.past_inputs + self.past_keys
         return rows == 0 and not self.keeps and not self.summarises
 
     def in_step(self, inputs: LayerInputs) -> bool:
-        """Whether a cache takes a step, so that the dense form of few queries serves unchecked."""
+        """Test for a cache's step, in which the dense form of few queries runs unchecked."""
         dense = self.impl in ("auto", "tiled", "composed")
         return dense and inputs.new is not None and not inputs.dropout
 
     @property
     def hides(self) -> bool:
-        """Whether tokens hide earlier ones, by what the state of `LayerOutput` adds up for them."""
+        """True if tokens mask earlier ones, by the sums in the state of `LayerOutput`."""
         return "F" in self.keeps
 
     @property
     def has_state(self) -> bool:
-        """Whether `state` of `LayerOutput` has a number for every key, which a cache keeps."""
+        """True if `state` of `LayerOutput` has a number for every key, which a cache keeps."""
         return self.hides or "gate" in self.keeps
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
-        """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""
+        """State of these tokens to keep beside K and V; a cache joins it along the tokens."""
         return None
 
     def cached_keys(
         self, k: Float[Tensor, "B Hk T D"], segments: Int[Tensor, "#B T"] | None = None
     ) -> Float[Tensor, "B heads T W"]:
-        """What a cache keeps in place of keys, of these and those around them.
+        """Form the keys that a cache keeps, from these and those around them.
 
         Arguments:
             k: after the rotary embedding.

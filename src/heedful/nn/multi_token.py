@@ -37,7 +37,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class MultiToken:
-    """Which parts of multi-token attention a model has; the default is identity at initialisation.
+    """Parts of multi-token attention in a model; the default is identity at initialisation.
 
     Arguments:
         conv: `(c_q, c_k)` of the convolution before the softmax, or `None`. `c_k` is odd. In an
@@ -157,7 +157,7 @@ class MultiToken:
         return LowRankAttention(self, shape)
 
     def convolves(self, layer: int) -> bool:
-        """Whether this layer has the convolutions."""
+        """Test whether this layer has the convolutions."""
         return layer % self.conv_every == self.conv_every // 2
 
 

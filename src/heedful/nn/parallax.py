@@ -79,7 +79,7 @@ class ParallaxAttention(StandardAttention):
         return result._replace(output=(result.output - less).to(q.dtype))
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
-        """What multiplies the values: p (1 + E_p[s'] - s'), below zero in places."""
+        """Weights of the values: p (1 + E_p[s'] - s'), below zero in places."""
         rows, block = _RowBlocks(visibility, q, k, scale, inputs), slice(0, q.shape[2])
         k = k[:, :, : rows.keys(block)]
         r, terms = self._second_queries(q, inputs), (inputs.bias, inputs.sinks)
@@ -99,7 +99,7 @@ class ParallaxAttention(StandardAttention):
 
 
 class _RowBlocks:
-    """What blocks of query rows see, and with which weights."""
+    """Visible keys of blocks of query rows, and their weights."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class _RowBlocks:
         return [slice(start, min(start + _ROWS, self.queries)) for start in starts]
 
     def keys(self, block: slice) -> int:
-        """How many of the first keys the block may see."""
+        """Number of the first keys that the block may see."""
         view = self.visibility
         ordered = view.causal and view.mutual is None and view.in_place
         return self.total - self.queries + block.stop if ordered else self.total
 
     def visible(self, block: slice, device: torch.device) -> Bool[Tensor, "#B R K"]:
-        """Which of these keys each row of the block sees."""
+        """Keys visible to each row of the block."""
         if self.places is not None:
             rows, view = range(block.start, block.stop), self.visibility
             return see_placed(self.places, self.queries, view.causal, view.window, rows)

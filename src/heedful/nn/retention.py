@@ -139,7 +139,7 @@ class RetentionGateAttention(StandardAttention):
     def logit_bias(
         self, gates: Float[Tensor, "B 1 Tk"], queries: int, visibility: Visibility
     ) -> Float[Tensor, "#B 1 #Tq #Tk"]:
-        """What gates add to the logits of so many queries: nothing."""
+        """Bias of the gates on the logits of so many queries: zero."""
         return gates.new_zeros(1, 1, 1, 1)
 
 
@@ -201,7 +201,7 @@ class SelfPrunedAttention(RetentionGateAttention):
     def logit_bias(
         self, gates: Float[Tensor, "B 1 Tk"], queries: int, visibility: Visibility
     ) -> Float[Tensor, "B 1 Tq Tk"]:
-        """What gates add to the logits of so many queries: nothing within the window."""
+        """Bias of the gates on the logits of so many queries: zero within the window."""
         added = logsigmoid(gates) - logsigmoid(gates.new_tensor(_OPEN))
         return added[:, :, None] * self._far(queries, gates, visibility)[:, None]
 
@@ -234,6 +234,6 @@ class SelfPrunedAttention(RetentionGateAttention):
     def _far(
         self, queries: int, gates: Float[Tensor, "B 1 K"], view: Visibility
     ) -> Bool[Tensor, "#B R K"]:
-        """Which keys the gates act on, of those that are seen."""
+        """Visible keys that the gates act on."""
         near = replace(view, window=self.config.window)
         return ~near.dense(queries, gates.shape[2], gates.device)

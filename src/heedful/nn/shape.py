@@ -1,4 +1,4 @@
-"""What a layer needs to know of the model it stands in."""
+"""Head shape of the model around a layer, and modules that layers share."""
 
 import math
 from dataclasses import dataclass, field

@@ -137,7 +137,7 @@ class SimplicialAttention(Layer):
         return LayerOutput(_PairAttention.apply(blocks, q, k, v, second_k, second_v).to(q.dtype))
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
-        """How much weight all pairs of a key have: what multiplies the values if v' is one."""
+        """Weight of all pairs of a key: the factor of its value if v' is one."""
         _check_terms(inputs)
         second_k, _ = self._second(k, inputs)
         blocks, parts = _PairBlocks(self.config, visibility, q, k, scale), []
@@ -174,7 +174,7 @@ def _check_terms(inputs: LayerInputs) -> None:
 
 
 class _PairBlocks:
-    """Which pairs blocks of query rows see, and with which weights."""
+    """Visible pairs of blocks of query rows, and their weights."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _PairBlocks:
         total[..., tokens, :] += shifted[..., tokens.start - tokens.stop :, :]
 
     def visible(self, block: slice, device: torch.device) -> Bool[Tensor, "#B R w K"]:
-        """Which pairs of a second key and a key each row of the block sees."""
+        """Pairs of a second key and a key visible to each row of the block."""
         token, before = torch.arange(self.total, device=device), self.total - self.queries
         rows = token[before + block.start : before + block.stop]
         first, second = (

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and why another cannot."""
+"""Choice of an operator's implementation, and why another cannot run."""
 
 import functools
 import importlib.util
@@ -71,7 +71,7 @@ def choose(
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the kernels are known to fit this device; on others they run on request."""
+    """Test whether the kernels are known to fit this device; on others they run on request."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 

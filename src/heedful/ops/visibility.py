@@ -1,4 +1,4 @@
-"""Who may see whom: causal order, window, documents and padding, one object for every mechanism."""
+"""Visibility of tokens: causal order, window, documents and padding, for every mechanism."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,7 +21,7 @@ _PER_TOKEN = ("documents", "padding", "mutual", "positions")
 
 
 class Queries(NamedTuple):
-    """What a `Visibility` must know of queries that are not the last of the keys' tokens.
+    """Data that a `Visibility` needs of queries that are not the last of the keys' tokens.
 
     So in cross-attention. What is `None` holds for all of them: one document, no padding.
 
@@ -37,7 +37,7 @@ class Queries(NamedTuple):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which key each query may see; queries are the *last* `Tq` of the `Tk` tokens.
+    """Keys that each query may see; queries are the *last* `Tq` of the `Tk` tokens.
 
     ```text
     Tq = 2, Tk = 5, causal:          k0 k1 k2 k3 k4
@@ -159,15 +159,14 @@ class Visibility:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but causal order limits attention, or nothing at all, as SDPA can
-        express it."""
+        """True if nothing but causal order limits attention, or nothing at all, as in SDPA."""
         limited = self.window is not None or self.documents is not None or self.padding is not None
         placed = self.positions is not None or self.queries is not None
         return not (limited or placed) and self.mutual is None
 
     @property
     def in_place(self) -> bool:
-        """Whether queries are the last of the keys' tokens, and these stand at 0 to Tk - 1."""
+        """True if queries are the last of the keys' tokens, and these are at 0 to Tk - 1."""
         return self.positions is None and self.queries is None
 
     def to(self, device: torch.device | str, **options: object) -> "Visibility":

@@ -1,1 +1,1 @@
-"""What people train converted models with: losses and the Trainer."""
+"""Training of converted models: losses and the Trainer."""

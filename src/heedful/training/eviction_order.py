@@ -31,7 +31,7 @@ _LEAST_SHARE = 1e-3  # of attention, below which a query has no gradient
 
 
 class _Report(NamedTuple):
-    """What one layer reports of a forward pass."""
+    """Report of one layer on a forward pass."""
 
     f: Float[Tensor, "B C T"]
     visible: Bool[Tensor, "B C T"]
@@ -40,7 +40,7 @@ class _Report(NamedTuple):
 
 
 class EvictionOrderLoss:
-    r"""How much of what the base attends to is gone from a cache that evicts by F or by gates.
+    r"""Loss of the base's attention and outputs in a cache that evicts by F or by gates.
 
     $$ \frac{1}{L R} \sum_{l,i} \Big( -\frac{1}{H} \sum_h \log \sum_j A_{hij} a_{ij}
        + \frac{\sum_h |\tilde o_{hi} - o_{hi}|^2}{\langle \sum_h |o_h|^2 \rangle} \Big) $$
@@ -80,7 +80,7 @@ class EvictionOrderLoss:
 
     @property
     def is_observing(self) -> bool:
-        """Whether layers report at the moment."""
+        """True while layers report."""
         return self._is_observing
 
     @contextmanager
@@ -301,7 +301,7 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
 
 
 def _queries(labels: Int[Tensor, " T"], draws: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Which queries of a sequence are compared, and their weights.
+    """Draw the queries of a sequence to compare, and their weights.
 
     Any, and where only answers are learned (less than half of the tokens) as many of those.
     """

@@ -17,7 +17,7 @@ _log = logging.getLogger("heedful")
 
 
 class _MemoryReport(NamedTuple):
-    """What one layer reported of one forward pass."""
+    """Report of one layer on one forward pass."""
 
     memory: Float[Tensor, "B Tq"]
     visibility: Visibility | None

@@ -48,7 +48,7 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens at which steps of a run, beside training.
+    """Steps of a run at which something beside training happens.
 
     Arguments:
         steps: of the run.
@@ -67,7 +67,7 @@ class Schedule:
     step_tokens: int
 
     def evaluates(self, step: int) -> bool:
-        """Whether a step has an evaluation."""
+        """Test whether a step has an evaluation."""
         return step % self.evaluate_every == 0 or step == self.steps
 
 
@@ -233,7 +233,7 @@ class RunCallback(TrainerCallback):
         return tokens / max(self.step_seconds, 1e-9)
 
     def entries(self, key: str) -> list[tuple[int, float]]:
-        """What the log has under a name, by step."""
+        """Entries of the log under a name, by step."""
         log = self.trainer.state.log_history
         return [(entry["step"], entry[key]) for entry in log if key in entry]
 
@@ -273,7 +273,7 @@ class RunCallback(TrainerCallback):
         self._saved = time.perf_counter()
 
     def _any_process(self, *flags: bool) -> list[bool]:
-        """Whether any process says so, as all must do the same."""
+        """Test whether any process sets each flag, as all must do the same."""
         if self.trainer.args.world_size == 1:
             return list(flags)
         own = torch.tensor([flags], dtype=torch.int32, device=self.trainer.args.device)

@@ -49,7 +49,7 @@ class TokenFile(NamedTuple):
 
 
 class EncodedText(NamedTuple):
-    """What a text was encoded to: tokens to train and to evaluate on."""
+    """Tokens of an encoded text, to train and to evaluate on."""
 
     train: TokenFile
     held_out: TokenFile
@@ -198,7 +198,7 @@ def leading_bos(tokenizer) -> int | None:
 
 
 class _Part(NamedTuple):
-    """What a piece of a document is to be encoded with."""
+    """Options to encode a piece of a document with."""
 
     first: bool
     alone: bool  # the whole document
@@ -410,7 +410,7 @@ def _row(
 
 
 def shuffled(index: int, count: int, seed: int) -> int:
-    """Where `index` goes in a random order of 0 to count - 1, without holding that order.
+    """Place of `index` in a random order of 0 to count - 1, without storing that order.
 
     A Feistel network over the next even number of bits, walked until it is below `count`.
     """

@@ -185,7 +185,7 @@ class LayerTrainer(TrainerSteps, Trainer):
     def _divergence(
         self, model: nn.Module, inputs: dict[str, Tensor], predicted: Tensor | int | None
     ) -> tuple[Tensor, ModelOutput]:
-        """How far the model's predictions are from the teacher's, and its output."""
+        """KL(teacher || model) of the predictions, and the model's output."""
         inputs = {**inputs, "use_cache": False}
         labels = inputs.pop("labels")[:, 1:]
         with torch.no_grad():
@@ -201,7 +201,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         return total / predicted, outputs
 
     def _ordered(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
-        """What a cache of this step's size loses of the base's attention, and the output."""
+        """Loss of the base's attention in a cache of this step's size, and the output."""
         inputs = {**inputs, "use_cache": False}
         self._order.draw(inputs.pop("labels"), self.state.global_step)
         outputs = model(**inputs)

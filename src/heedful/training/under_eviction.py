@@ -147,11 +147,11 @@ class EvictionInTraining:
         return bias.masked_fill(~_attendable(cached, tokens)[:, None], _EVICTED)
 
     def _protected(self, layer: Layer) -> tuple[int, int]:
-        """How many of the first and of the newest tokens the layer never evicts."""
+        """Numbers of the first and of the newest tokens that the layer never evicts."""
         return max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
 
     def budget(self, layer: Layer) -> int:
-        """How many tokens the layer caches with the factor of now."""
+        """Number of tokens that the layer caches with the current factor."""
         return max(sum(self._protected(layer)) + 1, round(self._layers[layer] * self.factor))
 
 
@@ -164,7 +164,7 @@ def _attendable(cached: Bool[Tensor, "B C T"], tokens: int) -> Bool[Tensor, "B T
 
 
 def _orders(layer: Layer, eviction: Eviction) -> bool:
-    """Whether the layer says what the policy evicts."""
+    """Test whether the layer decides what the policy evicts."""
     if "gate" in eviction.needs:
         return "gate" in layer.keeps
     return layer.hides and layer.reports_memory

@@ -160,7 +160,7 @@ def _problem(name: str, error: Exception) -> str:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a folder holds a model that heedful converted."""
+    """Test whether a folder holds a model that heedful converted."""
     path = folder / "config.json"
     if not path.is_file():
         return False
@@ -209,7 +209,7 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
 
 
 def longest(model: nn.Module) -> int | None:
-    """How many tokens the model has positions for, as its configuration says."""
+    """Number of tokens the model has positions for, by its configuration."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None)
 

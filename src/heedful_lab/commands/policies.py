@@ -28,12 +28,12 @@ class CacheOptions(Protocol):
 
 
 def cache_dtype_of(name: CacheDtype) -> torch.dtype | None:
-    """What `heedful.new_cache` takes for a command's `--cache-dtype`."""
+    """Value of `dtype` in `heedful.new_cache` for a command's `--cache-dtype`."""
     return torch.int8 if name == "int8" else None
 
 
 def reads_budgets(options: CacheOptions) -> bool:
-    """Whether the budgets of the model's folder decide."""
+    """Test whether the budgets of the model's folder apply."""
     return options.budget is None and options.eviction != "none"
 
 
@@ -63,7 +63,7 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
 
 
 def arguments_of(options: CacheOptions, model: PreTrainedModel) -> dict:
-    """What a command says of its policy beside the budget."""
+    """Arguments of a command's policy beside the budget."""
     if options.eviction == "random":
         return {"seed": options.seed}
     if options.calibration is not None:

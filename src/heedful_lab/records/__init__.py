@@ -1,4 +1,4 @@
-"""How a result is written: one record a run, where and with what it was made, whole files."""
+"""Records of results: one a run, with its provenance, in whole files."""
 
 from heedful_lab.records.record import (
     HIGHER_IS_BETTER,

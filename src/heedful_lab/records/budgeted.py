@@ -52,7 +52,7 @@ class UnderBudget:
 
     @property
     def value(self) -> float:
-        """What it is judged by."""
+        """Value that it is judged by."""
         return next(iter(self.final.values()))
 
     def to_json(self) -> str:
@@ -79,7 +79,7 @@ def append_budgeted(path: str | Path, score: UnderBudget) -> None:
 
 
 def read_budgeted(path: str | Path) -> list[UnderBudget]:
-    """What `compare --budgets` wrote; nothing where there is no file.
+    """Read the scores that `compare --budgets` wrote; none where there is no file.
 
     A last line that was cut off is left out with a warning.
 

@@ -1,4 +1,4 @@
-"""Where and with what a result was made: what stands beside every number."""
+"""Provenance of a result: commit, machine, versions, date, command."""
 
 import datetime
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What models answered, sample by sample: one JSON line each."""
+"""Answers of models, sample by sample: one JSON line each."""
 
 import json
 from collections.abc import Iterable
@@ -72,7 +72,7 @@ def append_samples(path: str | Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(path: str | Path) -> list[Sample]:
-    """What `heedful eval` wrote; nothing where there is no file.
+    """Read the samples that `heedful eval` wrote; none where there is no file.
 
     A last line that was cut off is left out with a warning.
 

@@ -138,8 +138,7 @@ def _as_prompt(context: str, question: str) -> str:
 
 
 def only_label(reply: str, answer: str, question: str, labels: Sequence[str]) -> bool:
-    """Whether the answer is the one label in a reply's first sentence that the question does not
-    say itself.
+    """Test whether the answer is the only label of a reply's first sentence not in the question.
 
     In lower case; a label counts where its letters stand, also inside a word. The sentence ends
     with the first full stop, or where the reply begins a context or an example of its own.

@@ -80,7 +80,7 @@ class Blocks(SymbolTask):
             )
 
     def _distractors(self) -> int:
-        """How many different blocks do not hold all letters of a given question."""
+        """Number of different blocks that do not hold all letters of a given question."""
         sets = math.comb(26, self.letters)
         holding = math.comb(26 - self.question, self.letters - self.question)
         return (sets - holding) * math.factorial(self.letters)
@@ -179,7 +179,7 @@ def _redraw_distractors(
 
 
 def _repeats(blocks: np.ndarray) -> np.ndarray:
-    """Which blocks `[n, B, N]` equal an earlier one of their sequence."""
+    """Mark the blocks `[n, B, N]` that equal an earlier one of their sequence."""
     # Five bits a letter: twelve letters fill an int64. Longer blocks that agree in twelve letters
     # count as equal, which is stricter and, with 26!/14! beginnings, never leaves too few.
     code = np.zeros(blocks.shape[:2], dtype=np.int64)

@@ -127,6 +127,6 @@ def _ending(cities: list[str]) -> str:
 
 
 def all_found(reply: str, answers: tuple[str, ...]) -> bool:
-    """Whether the first numbers in a reply's first line are the answers, to the digit, in order."""
+    """Test whether the first numbers in a reply's first line are exactly the answers, in order."""
     lines = reply.strip().splitlines() or [""]
     return tuple(re.findall(r"\d+", lines[0])[: len(answers)]) == tuple(answers)

@@ -45,7 +45,7 @@ class Pairs(NamedTuple):
     decoder_attention_mask: Int[Tensor, "N T"]
 
     def inputs(self) -> dict[str, Tensor]:
-        """What a model is called with."""
+        """Arguments of a call of the model."""
         return self._asdict()
 
 

@@ -150,12 +150,12 @@ class Recall(Task):
 
     @property
     def early(self) -> int:
-        """Where the early part ends: tokens before it, BOS included."""
+        """End of the early part: tokens before it, BOS included."""
         return self.length // 3
 
     @property
     def distance(self) -> int:
-        """How many tokens before a question at the end hold no dormant fact, at least."""
+        """Least number of tokens before a question at the end that hold no dormant fact."""
         return self.length - self.early - self.questions * (_LONGEST + 2)
 
     def cut(self, length: int | None, tokenizer: str) -> "Recall":

@@ -1,4 +1,4 @@
-"""What every task gives and how its predictions are counted: samples, labels and errors."""
+"""Samples, labels and errors: the data of every task, and how predictions are counted."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ class Samples(NamedTuple):
     attention_mask: Int[Tensor, "N T"]
 
     def inputs(self) -> dict[str, Tensor]:
-        """What a model is called with; without the mask, as nothing is padded here."""
+        """Arguments of a call of the model; without the mask, as nothing is padded here."""
         return {"input_ids": self.input_ids, "labels": self.labels}
 
 
 class Recipe(NamedTuple):
-    """How a small model learns a task within a minute or two on a CPU, and what is compared there.
+    """Recipe to learn a task within a minute or two on a CPU, and what is compared there.
 
     Arguments:
         hidden, layers, heads: width, depth and heads of the model.
@@ -68,7 +68,7 @@ class Recipe(NamedTuple):
 
 
 class Task(ABC):
-    """What every task is: a frozen configuration that samples, shows and scores its own sequences.
+    """Base of every task: a frozen configuration that samples, shows and scores its sequences.
 
     metric: what a run is judged by, a key of what `score` returns.
     also: further keys of it that are recorded.
@@ -103,7 +103,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
 
     @property
     @abstractmethod
@@ -129,10 +129,10 @@ class Task(ABC):
 
     @abstractmethod
     def evaluations(self) -> "dict[str, Task]":
-        """What a model is evaluated on, by name; the first is what a run is judged by."""
+        """Evaluations of a model, by name; a run is judged by the first."""
 
     def saved_tokenizer(self) -> "Tokenizer | None":
-        """What turns text into ids of this task, to be saved with its models; `None` for none."""
+        """Tokenizer of this task, to be saved with its models; `None` for none."""
         return None
 
     def special_tokens(self) -> dict[str, int]:
@@ -140,7 +140,7 @@ class Task(ABC):
         return {}
 
     def under_budgets(self) -> "dict[str, Task]":
-        """What a model under a small KV cache is scored on; nothing where that means nothing."""
+        """Tasks to score a model on under a small KV cache; none where that means nothing."""
         return {}
 
     @abstractmethod
@@ -166,7 +166,7 @@ class SymbolTask(Task):
     @property
     @abstractmethod
     def symbol_names(self) -> tuple[str, ...]:
-        """What each id is written as; BOS and EOS as nothing."""
+        """Text of each id; empty for BOS and EOS."""
 
     @property
     def vocab_size(self) -> int:
@@ -248,7 +248,7 @@ def token_losses(
 
 
 def errors_and_mask(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which predictions are wrong and which count, `[N, T - 1]`, each at its label less one."""
+    """Mark the wrong predictions and those that count, `[N, T - 1]`, each at its label less one."""
     check_aligned("predictions", predictions, labels)
     if predictions.is_floating_point():
         raise UserError(

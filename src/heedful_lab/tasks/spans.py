@@ -91,7 +91,7 @@ class Spans(PairTask):
 
     @property
     def lost(self) -> int:
-        """How many tokens of a piece are taken out; one is at least, and one is left."""
+        """Number of tokens removed from a piece; one is at least, and one is left."""
         return min(max(round(self.length * self.noise), 1), self.length - 1)
 
     @property
@@ -129,7 +129,7 @@ class Spans(PairTask):
         return self.padded(*zip(*pairs, strict=True))
 
     def mask(self, rng: np.random.Generator) -> Bool[np.ndarray, " length"]:
-        """Which tokens of a piece are taken out."""
+        """Mark the tokens removed from a piece."""
         rest = _divided(rng, self.length - self.lost, self.spans)
         lengths = _divided(rng, self.lost, self.spans)
         sizes = np.stack([rest, lengths], axis=1).ravel()

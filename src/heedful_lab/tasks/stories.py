@@ -36,7 +36,7 @@ class Story(NamedTuple):
 
 
 class _World:
-    """Who is where and has what, and every sentence about it."""
+    """State of people, places and objects, and every sentence about it."""
 
     def __init__(self, rng: np.random.Generator, people: int = 3, objects: int = 3) -> None:
         self.rng = rng

@@ -115,7 +115,7 @@ class Summarise(TextPairTask):
 
     @property
     def also(self) -> tuple[str, ...]:
-        """What else is recorded."""
+        """Names of further metrics to record."""
         if self.paths:
             return ("loss",)
         return ("fact_recall", "fact_precision", "rouge_l", "loss")

@@ -153,7 +153,7 @@ class Text(Task):
         return self._rows(stream, indices * (self.length - 1))
 
     def _places(self, stream: np.ndarray, part: str) -> int:
-        """How many starts a sequence has in the stream."""
+        """Number of starts that a sequence has in the stream."""
         places = len(stream) - (self.length - 1) + 1
         if places < 1:
             texts = ", ".join(self.paths) or "the standard library's sources"

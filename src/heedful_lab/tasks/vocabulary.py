@@ -1,4 +1,4 @@
-"""What turns text into ids: bytes, byte pairs trained on a text, or words with their endings."""
+"""Tokenizers of tasks: bytes, byte pairs trained on a text, or words with their endings."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING

@@ -65,7 +65,7 @@ def windows(
 
 
 def domains(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What to read for each domain: every path is one, called by its last part.
+    """Paths to read for each domain: every path is one, called by its last part.
 
     No paths are one domain, the Python standard library's sources.
     """

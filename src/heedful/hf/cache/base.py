@@ -47,12 +47,12 @@ class AttentionCache(CacheLayerMixin):
     @property
     @abstractmethod
     def batch(self) -> int | None:
-        """How many sequences it has tokens of; `None` before the first call."""
+        """Number of sequences it has tokens of; `None` before the first call."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many tokens it has cached of each."""
+        """Number of cached tokens of each sequence."""
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class AttentionCache(CacheLayerMixin):
 
     @abstractmethod
     def _undoable(self) -> int:
-        """How many of the newest tokens can be taken back."""
+        """Number of the newest tokens that can be taken back."""
 
     @abstractmethod
     def _take_back(self, count: int) -> None:
@@ -180,7 +180,7 @@ class AttentionCache(CacheLayerMixin):
         return torch.arange(total - self.length, total, device=self.device).expand(self.batch, -1)
 
     def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B 1"] | int:
-        """How many tokens it has cached of each sequence.
+        """Count the cached tokens of each sequence.
 
         Arguments:
             real: which of all tokens so far count; `None` where all do.
@@ -190,7 +190,7 @@ class AttentionCache(CacheLayerMixin):
         return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
 
     def is_of(self, layer: Layer) -> bool:
-        """Whether the cache belongs to that layer already."""
+        """Test whether the cache belongs to that layer already."""
         return self._owner.layer() is layer
 
     def check_owner(self, layer: Layer) -> None:
@@ -201,7 +201,7 @@ class AttentionCache(CacheLayerMixin):
         """Let it know, before an `update`, who sees whom among all tokens then; few need it."""
 
     def _begin_update(self, key_states: Tensor, options: dict) -> None:
-        """What every `update` does first: `options` are its keywords."""
+        """Begin an `update`, whose keywords are `options`."""
         hand_over(self, options)
         if self._check_batch(key_states.shape[0]) is None:
             self.dtype, self.device = key_states.dtype, key_states.device

@@ -66,11 +66,11 @@ class EvictionStep:
         self.score: Float[Tensor, "B 1 n"] | None = None
 
     def due(self, length: int) -> bool:
-        """Whether a call is followed by a step, with so many tokens cached."""
+        """Test whether a step follows a call, with so many tokens cached."""
         return self.budget.policy.observes != 0 or length >= self.budget.tokens
 
     def queries(self, new: int) -> int:
-        """How many of the newest queries the policy observes, of a call with so many."""
+        """Number of newest queries that the policy observes, of a call with so many."""
         observes = self.budget.policy.observes
         return new if observes is None else min(observes, new)
 

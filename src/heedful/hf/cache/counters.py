@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 class Counters:
-    """How many tokens of each sequence have come, and what part of the text they are.
+    """Counts of each sequence's tokens so far: all, pending ones, and the prompt's.
 
     total: tokens that have come and were not taken back by `crop`, evicted ones included; the next
         token's position.

@@ -1,4 +1,4 @@
-"""What encoder-decoders add to a cache: cross-attention's part, and biases of earlier queries.
+"""Cache layers of encoder-decoders: for cross-attention, and for biases of earlier queries.
 
 The keys and values of a source never change, so that cross-attention's part has them once, and
 beside them the last query rows, where a convolution over queries reads them. A family that adds a
@@ -26,7 +26,7 @@ from heedful.ops.common.few import is_step
 
 
 def of_source(visibility: Visibility, target: Bool[Tensor, "B n"] | None, rows: int) -> Visibility:
-    """Which of a source's tokens the last `rows` tokens of a target see.
+    """Visibility of a source's tokens to the last `rows` tokens of a target.
 
     Arguments:
         visibility: that of the source, without causal order.
@@ -63,7 +63,7 @@ class CrossLayerCache(AttentionCache):
 
     @property
     def length(self) -> int:
-        """How many tokens of the source it has cached."""
+        """Number of cached tokens of the source."""
         return self.counters.total
 
     @property

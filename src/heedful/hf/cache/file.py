@@ -36,7 +36,7 @@ _PARTS = {
 
 
 class Contents(NamedTuple):
-    """What a file of a cache says.
+    """Contents of a cache file.
 
     policy: the description of the policy; `None` where nothing is evicted.
     slack: of the cache.
@@ -89,7 +89,7 @@ def write_cache(path: Path, layers: list, model: nn.Module | None) -> None:
 
 
 def read_cache(path: Path, model: nn.Module) -> Contents:
-    """What is in a file that `write_cache` wrote for this model.
+    """Read a file that `write_cache` wrote for this model.
 
     Raises:
         ValueError: there is no such file, it is damaged, of another version or another model.
@@ -203,7 +203,7 @@ def pack(x: object, name: str, tensors: dict[str, Tensor]) -> object:
 
 
 def unpack(old: object, packed: object, tensors: dict[str, Tensor], device: torch.device) -> object:
-    """What `pack` packed; a part of a cache that is there already is filled."""
+    """Unpack what `pack` packed; a part of a cache that exists already is filled."""
     if not isinstance(packed, dict):
         return packed
     if "tensor" in packed:
@@ -226,7 +226,7 @@ def unpack(old: object, packed: object, tensors: dict[str, Tensor], device: torc
 
 
 def _digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """What tells whether a file is as it was written."""
+    """Digest that detects changes to a file."""
     return json_digest([text, tensors_digest(tensors.items())])
 
 

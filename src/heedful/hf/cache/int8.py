@@ -83,7 +83,7 @@ class Int8Slots:
 
     @property
     def token_numbers(self) -> int:
-        """How many numbers one token of every sequence has."""
+        """Number of elements that one token of every sequence has."""
         return self._codes.token_numbers
 
     @property
@@ -154,7 +154,7 @@ def heads_read_together(
 
 
 def is_int8(dtype: torch.dtype | None) -> bool:
-    """Whether a cache of that dtype quantizes; raises for those that there are not."""
+    """Test whether a cache of that dtype quantizes; raises for unsupported ones."""
     if dtype not in (None, torch.int8):
         raise UserError(
             f"dtype must be torch.int8, or None for what the model computes in, got {dtype!r}"
@@ -175,6 +175,6 @@ def quantize(
 def dequantize(
     codes: Int8[Tensor, "B H m D"], scales: Float32[Tensor, "B H m 1"], dtype: torch.dtype
 ) -> Float[Tensor, "B H m D"]:
-    """What whole numbers and scales stand for."""
+    """Dequantize int8 codes with their scales."""
     out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.mul(codes, scales, out=out)  # in float32, whatever the dtype

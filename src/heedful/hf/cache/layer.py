@@ -136,13 +136,13 @@ class LayerCache(AttentionCache):
 
     @property
     def _whole_length(self) -> int:
-        """How many tokens would be cached without eviction."""
+        """Number of tokens that would be cached without eviction."""
         total = self.counters.total
         return total if self.window is None else min(total, self._reach)
 
     @property
     def _reach(self) -> int:
-        """How many tokens are behind a window: a row above the newest has a window of its own."""
+        """Number of tokens behind a window: each earlier query row has a window of its own."""
         return self.window - 1 + self._past_queries
 
     def _room_ahead(self) -> int | None:
@@ -195,7 +195,7 @@ class LayerCache(AttentionCache):
 
     @property
     def _reader(self) -> tuple[str, str]:
-        """What reads keys and values from the cache alone, and the way out, in words."""
+        """Reader of keys and values from the cache alone, and how to avoid it, in words."""
         if self._by_heads:
             return "a quantized cache", "make it without dtype"
         return type(self.policy).__name__, "take a policy that reads no keys"
@@ -267,7 +267,7 @@ class LayerCache(AttentionCache):
         return output if rows is q else output[:, :, -q.shape[2] :]
 
     def _visibility_of_cached(self, visibility: Visibility, new: int) -> Visibility:
-        """Who sees whom among the cached tokens, from that of all, `new` ones of this call."""
+        """Visibility among the cached tokens, from that of all, `new` ones of this call."""
         if self.budget is None:
             return visibility.last(self.length)
         if visibility.plain and not self._counts_positions:

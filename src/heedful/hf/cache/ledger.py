@@ -1,4 +1,4 @@
-"""Which groups a cache of summaries knows, and which tokens it still needs one by one.
+"""Ledger of the groups in a cache of summaries, and of the tokens still needed one by one.
 
 Layers with the same groups have the same ledger, so that one of them keeps it for all in each
 forward pass. The newest group of a sequence counts as open until the next one has begun.
@@ -52,7 +52,7 @@ class Ledger(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What new tokens change.
+    """Changes by new tokens.
 
     open: the groups of the tokens from the oldest open group on, numbered from zero.
     to: their numbers in the sequence, `[B, m]`; `groups.count` for one that a sequence lacks.
@@ -126,7 +126,7 @@ def _without_far(ledger: Ledger, stop: int, window: int) -> Ledger:
 
 
 def _final(ledger: Ledger) -> Bool[Tensor, "B M"]:
-    """Which groups do not change any more."""
+    """Mark the groups that no longer change."""
     number = torch.arange(ledger.start.shape[1], device=ledger.start.device)
     return number < ledger.count[:, None]
 
@@ -164,7 +164,7 @@ def _fill(
     begins: Int[Tensor, " B"],
     final: Int[Tensor, " B"],
 ) -> Float[Tensor, "B 1"]:
-    """How full each sequence's open group is before its first token begins (cif)."""
+    """Fill of each sequence's open group before its first token begins (cif)."""
     if grouping.kind != "cif":
         return ledger.fill
     batch, tokens = len(begins), features.shape[1]

@@ -88,7 +88,7 @@ class KVCache(Cache):
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each attention layer has cached."""
+        """Number of tokens that each attention layer has cached."""
         return [layer.length for layer in self._attention_layers]
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
@@ -101,7 +101,7 @@ class KVCache(Cache):
 
 
 class EncoderDecoderKVCache(EncoderDecoderCache):
-    """What `new_cache` makes for an encoder-decoder: two caches that count their bytes together."""
+    """Cache of an encoder-decoder, by `new_cache`: two caches that count their bytes together."""
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +131,7 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens of the target each layer has cached."""
+        """Number of tokens of the target that each layer has cached."""
         return self.self_attention_cache.tokens
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
@@ -357,7 +357,7 @@ def cache_for(
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
-    """Which layers of a stock cache the attention modules use; raises where they share or mix."""
+    """Attention module of each of the cache's layers; raises where they share or mix."""
     places: dict[int, nn.Module] = {}
     for module in attention:
         index = module.layer_idx
@@ -462,7 +462,7 @@ def _part(cache: Cache | None, index: int) -> CacheLayerMixin | None:
 
 
 def _unused(part: CacheLayerMixin | None) -> bool:
-    """Whether it is a layer that transformers makes by default, without tokens."""
+    """Test whether it is a layer that transformers makes by default, without tokens."""
     return type(part) in _STOCK and part.get_seq_length() == 0
 
 
@@ -486,7 +486,7 @@ def _check_grows(part: CacheLayerMixin | None) -> None:
 
 
 def kept_beside(layer: Layer) -> str:
-    """What a layer needs of earlier tokens beside keys and values, in words."""
+    """Name what a layer needs of earlier tokens beside keys and values."""
     rows = [f"{layer.past_queries} query rows"] if layer.past_queries else []
     rows += [f"{layer.past_keys} keys as they are"] if layer.past_keys else []
     inputs = [f"{layer.past_inputs} tokens' rows"] if layer.past_inputs else []

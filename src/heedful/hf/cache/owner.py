@@ -57,7 +57,7 @@ class Owner:
 
 
 def kind_of(layer: Layer) -> str:
-    """What a cache must fit: the mechanism and the heads."""
+    """Describe the layer that a cache must fit: the mechanism and the heads."""
     # PEFT puts a module of its own around a layer that it saves.
     mechanism = next(type(x).__name__ for x in layer.modules() if isinstance(x, Layer))
     shape = layer.shape

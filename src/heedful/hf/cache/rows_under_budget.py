@@ -34,7 +34,7 @@ class Peaks:
         self._copied: dict[Layer, float] = {}
 
     def note(self, layer: Layer, meter: Meter, batch: int) -> None:
-        """What the layer's cache took for so many sequences."""
+        """Record the memory of the layer's cache for so many sequences."""
         cached = meter.max_nbytes / batch
         copied = (meter.peak_nbytes - meter.max_nbytes) / batch
         self._cached[layer] = max(cached, self._cached.get(layer, 0.0))
@@ -42,12 +42,12 @@ class Peaks:
 
     @property
     def nbytes(self) -> float:
-        """What all layers take together, and a copy that one of them makes."""
+        """Bytes of all layers together, and of a copy that one of them makes."""
         return sum(self._cached.values()) + max(self._copied.values(), default=0.0)
 
 
 class Pieces(NamedTuple):
-    """How many tokens of a sequence come in a call: at first, and then in each."""
+    """Number of a sequence's tokens in a call: in the first, and in each later one."""
 
     first: int
     later: int
@@ -164,7 +164,7 @@ class _Route:
         return LayerOutput(torch.cat(outputs, dim=2))
 
     def _first(self, total: int, window: int | None) -> int:
-        """How many of all tokens come at once: also all pieces in which nothing is evicted.
+        """Number of tokens that come at once: also all pieces in which nothing is evicted.
 
         Not where a window drops tokens, nor where the policy depends on what a call was: the
         prompt, or one step (SnapKV's queries).

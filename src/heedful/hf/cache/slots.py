@@ -27,7 +27,7 @@ class Slots:
 
     @property
     def own(self) -> bool:
-        """Whether nobody else has the buffer."""
+        """True if no other object has the buffer."""
         return self._own
 
     def refill(self, tokens: Shaped[Tensor, "B H n D"], room: int, start: int, own: bool) -> None:
@@ -64,7 +64,7 @@ class Slots:
 
     @property
     def token_numbers(self) -> int:
-        """How many numbers one token of every sequence has."""
+        """Number of elements that one token of every sequence has."""
         if self.buffer is None:
             return 0
         batch, heads, _, dim = self.buffer.shape
@@ -207,7 +207,7 @@ class Slots:
 
     @property
     def _shared(self) -> bool:
-        """Whether the buffer may not be written to: somebody else has it, or inference mode."""
+        """True if the buffer must not be written to: another object has it, or inference mode."""
         return not self._own or (
             self.buffer.is_inference() and not torch.is_inference_mode_enabled()
         )

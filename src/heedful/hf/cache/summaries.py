@@ -76,7 +76,7 @@ class SummaryCache(AttentionCache):
 
     @property
     def length(self) -> int:
-        """How many tokens it has cached one by one."""
+        """Number of tokens cached one by one."""
         return 0 if self._state is None else self._state.keys.shape[2]
 
     @property
@@ -290,7 +290,7 @@ class SummaryCache(AttentionCache):
 def _places(
     visibility: Visibility, start: int, stop: int, like: Tensor, begins: Tensor | None = None
 ) -> Places:
-    """Where the tokens `start .. stop - 1` are; padding parts documents, as in whole sequences.
+    """Places of the tokens `start .. stop - 1`; padding parts documents, as in whole sequences.
 
     With `begins`, tokens before these are none of any open group's, as if they were padding.
     """
@@ -305,7 +305,7 @@ def _places(
 
 
 def _whole(visibility: Visibility, stop: int, like: Tensor) -> Places:
-    """Where all tokens before `stop` are in their sequences."""
+    """Places of all tokens before `stop` in their sequences."""
     padding = visibility.padding
     padded = None if padding is None else Visibility(padding=padding[:, :stop])
     return places_of(stop, padded, like.device)

@@ -1,4 +1,4 @@
-"""What a cache of summaries keeps between calls: near tokens, groups, and what open ones take."""
+"""State of a cache of summaries between calls: near tokens, groups, inputs of open ones."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class GroupTokens(NamedTuple):
 
 
 class SummaryState(NamedTuple):
-    """What is kept between calls; every tensor is of all sequences.
+    """State between calls; every tensor is of all sequences.
 
     ledger: which groups there are, and who is in which.
     keys, values: of the near tokens, those from `ledger.first` on.
@@ -115,7 +115,7 @@ class SummaryState(NamedTuple):
 
 
 class SummaryUndo(NamedTuple):
-    """What taking back the newest calls needs.
+    """Data needed to take back the newest calls.
 
     state: before these calls; `None` before the first token.
     tokens: of these calls.

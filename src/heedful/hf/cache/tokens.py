@@ -45,12 +45,12 @@ class StoredTokens:
 
     @property
     def length(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return self.keys.length
 
     @property
     def batch(self) -> int | None:
-        """How many sequences there are; `None` before the first call."""
+        """Number of sequences; `None` before the first call."""
         buffer = self.keys.buffer
         return None if buffer is None else buffer.shape[0]
 

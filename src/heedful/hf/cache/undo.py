@@ -1,4 +1,4 @@
-"""What a cache records of the newest calls, so that `crop` can take them back."""
+"""Record of a cache's newest calls, so that `crop` can take them back."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ class LastCall(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """What taking back the newest tokens needs.
+    """Data needed to take back the newest tokens.
 
     tokens: how many can be taken back.
     call: the last call, with `inputs` of all these tokens.
@@ -41,7 +41,7 @@ class Undo(NamedTuple):
 
     @classmethod
     def after(cls, undo: "Undo | None", call: LastCall, stateful: bool) -> "Undo":
-        """What can be taken back after one more call.
+        """Undo data after one more call.
 
         Arguments:
             undo: what could be taken back before it.

@@ -1,1 +1,1 @@
-"""How a family of transformers is read: its modules, projections, rotation, masks and calls."""
+"""Inspection of a transformers family: its modules, projections, rotation, masks and calls."""

@@ -1,4 +1,4 @@
-"""What one forward pass is about: token ids, positions, packed documents, padding.
+"""Data of one forward pass: token ids, positions, packed documents, padding.
 
 transformers looks for packed documents only where there is neither a mask nor a cache, and else
 lets them see each other. So `ReadCall` reads a model's arguments before the model does. To read a
@@ -27,14 +27,14 @@ _PACKED = "heedful_packed"  # marks a cache that holds packed documents
 
 
 class Strength(NamedTuple):
-    """How far low-rank matrices act: on each sequence or token, or on all; `None` is not at all."""
+    """LoRA strength: of each sequence or token, or of all; `None` turns LoRA off."""
 
     factor: Float[Tensor, "B n"] | float | None
 
 
 @dataclass
 class ForwardPass:
-    """What is known of a forward pass.
+    """Data known of a forward pass.
 
     token_ids: the new tokens, where ids were given.
     positions: theirs.
@@ -193,7 +193,7 @@ def _values(questions: Sequence[Bool[Tensor, ""]]) -> list[bool | None]:
 def _starts(
     positions: Int[Tensor, "#B T"], mask: Int[Tensor, "B n"] | None, cached: int
 ) -> Bool[Tensor, "B T"]:
-    """Which of the new tokens start a document after another one."""
+    """Mark the new tokens that start a document after another one."""
     tokens = positions.shape[1]
     masked = mask is not None and mask.shape[1] >= tokens
     real = mask[:, -tokens:].to(positions.device).bool() if masked else positions == positions
@@ -221,7 +221,7 @@ def _positions(arguments: dict) -> Int[Tensor, "#B T"] | None:
 
 
 def _cached_tokens(arguments: dict) -> int:
-    """How many tokens the cache has seen."""
+    """Number of tokens that the cache has seen."""
     cache = cache_among(arguments)
     return 0 if cache is None else cache.get_seq_length()
 

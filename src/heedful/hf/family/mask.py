@@ -1,4 +1,4 @@
-"""What a family's mask function shows, turned into a `Visibility` and held against it.
+"""Conversion of a family's mask function into a `Visibility`, checked against it.
 
 transformers asks a registered function once per forward pass for the mask of each kind of layer,
 and hands the answer to every attention layer. `attention_context` is that function. A mask function
@@ -39,7 +39,7 @@ _TENSOR = "a tensor"  # stands for one in what a mask function is made of
 
 
 class AttentionContext(NamedTuple):
-    """What the attention layers of one kind get in place of a mask.
+    """Context that the attention layers of one kind get in place of a mask.
 
     It goes the way of the mask, through the family's own code, so that a layer that is computed
     again in the backward pass gets the same.
@@ -89,7 +89,7 @@ def visibility_for(
     device: torch.device | None = None,
     **others: object,
 ) -> Visibility:
-    """Who sees whom among `kv_length` keys from `kv_offset` on.
+    """Visibility among `kv_length` keys from `kv_offset` on.
 
     Arguments as transformers gives them: `attention_mask` is 1 for real tokens among all seen so
     far, `local_size` the width of a sliding window or of a chunk.
@@ -146,7 +146,7 @@ class MaskProbe(NamedTuple):
     device: torch.device
 
     def at(self, i: Tensor, j: Tensor) -> Bool[Tensor, "B ..."]:
-        """Whether token i sees token j; both broadcast to `[B or 1, n, m]`."""
+        """Test whether token i sees token j; both broadcast to `[B or 1, n, m]`."""
         rows = torch.arange(self.batch, device=self.device)[:, None, None]
         rows, i, j = torch.broadcast_tensors(rows, i, j)
         if not self.one_by_one:
@@ -156,7 +156,7 @@ class MaskProbe(NamedTuple):
             return each(rows.flatten(), 0, i.flatten(), j.flatten()).view(rows.shape)
 
     def alone(self) -> Bool[Tensor, "B {self.keys-1}"] | None:
-        """Which tokens, from the second on, do not see the one before; `None` where all do."""
+        """Mark tokens, from the second on, that do not see the one before; `None` where all do."""
         if self.keys < 2:
             return None
         token = self._tokens()[1:]
@@ -179,7 +179,7 @@ class MaskProbe(NamedTuple):
         return run.where(inside, -1)
 
     def window(self, newest: int) -> int | None:
-        """How far back the newest token sees, where a family adds a window without a word of it."""
+        """Window of the newest token, where a family adds one without declaring it."""
         token = self._tokens()
         visible = self.at(token[-1:, None], token)
         if is_tracing(visible) or bool(visible.all()):
@@ -196,7 +196,7 @@ class MaskProbe(NamedTuple):
         )
 
     def agrees(self, first: int, queries: int, ours: Visibility) -> Bool[Tensor, ""]:
-        """Whether a few rows, of `queries` tokens from `first` on, are those of `ours`."""
+        """Test whether a few rows, of `queries` tokens from `first` on, are those of `ours`."""
         evenly = torch.arange(_ROWS, device=self.device)
         i, j = first + evenly * (queries - 1) // (_ROWS - 1), self._tokens()
         expected = ours.at(i - self.first, j - self.first)
@@ -231,14 +231,14 @@ class _Constant:
 
 
 class _Form(NamedTuple):
-    """What a mask shows: all earlier tokens, or those in a window."""
+    """Form of a mask: all earlier tokens, or those in a window."""
 
     window: int | None
 
 
 @functools.lru_cache(maxsize=64)
 def _window_of(constant: _Constant, causal: bool) -> _Form | None:
-    """What a constant mask function shows; `None` where that is more than order and a window."""
+    """Form of a constant mask function; `None` where it is more than order and a window."""
     probe = constant.probe()
     window = probe.window(probe.keys - 1)
     visibility = Visibility(causal, window)
@@ -246,7 +246,7 @@ def _window_of(constant: _Constant, causal: bool) -> _Form | None:
 
 
 def _left_padding(function: Callable, chunk: int | None) -> Int[Tensor, " B"] | None:
-    """How many tokens stand before the chunks of each row, if the mask shows chunks alone."""
+    """Number of tokens before each sequence's chunks, if the mask shows chunks alone."""
     made_of, tensors = _made_of(function)
     if made_of is None or len(tensors) != 1 or not isinstance(chunk, int):
         return None
@@ -255,7 +255,7 @@ def _left_padding(function: Callable, chunk: int | None) -> Int[Tensor, " B"] | 
 
 @functools.lru_cache(maxsize=64)
 def _chunked(chunk: int) -> tuple | None:
-    """What transformers' function for chunks is made of, if it shows what it is taken for."""
+    """Parts of transformers' function for chunks, if it shows what is expected of it."""
     left = torch.tensor([0, 1])
     function = chunked_causal_mask_function(chunk, left)
     probe = MaskProbe(function, False, 2, 0, 2 * chunk + 2, left.device)
@@ -309,7 +309,7 @@ def _made_of(function: Callable) -> tuple[tuple | None, list[Tensor]]:
 
 
 def _names(code: CodeType) -> list[str]:
-    """What code takes from outside by name, with the functions that are made in it."""
+    """Names that code takes from outside, with those of the functions made in it."""
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
     return [*code.co_names, *(name for x in inner for name in _names(x))]
 
@@ -343,7 +343,7 @@ def _alone_when_packed(
     packed: Int[Tensor, "#B T"],
     padding: Bool[Tensor, "B T"] | None,
 ) -> Bool[Tensor, "B n"]:
-    """Where documents and chunks start, in a family whose chunks are counted from each start.
+    """Mark starts of documents and chunks, in a family that counts chunks from each start.
 
     A mask function that knows of the documents separates them already. Another one is asked about
     the places that its tokens would have if each document stood where the row's first one stands.

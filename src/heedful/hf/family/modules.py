@@ -1,4 +1,4 @@
-"""What is read of a transformers family: its attention modules, their heads, what does not fit."""
+"""Inspection of a transformers family: its attention modules, their heads, what does not fit."""
 
 import ast
 import inspect
@@ -90,7 +90,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def role_of(module: nn.Module) -> Role:
-    """Where an attention module of a family stands.
+    """Role of a family's attention module.
 
     Causal is a decoder's self-attention. What is not, and can be handed another row's states in a
     decoder, attends to that row; the rest is an encoder's.
@@ -105,7 +105,7 @@ def role_of(module: nn.Module) -> Role:
 
 
 def terms_of(module: nn.Module) -> frozenset[Term]:
-    """What a family's attention does to its logits: a bias as T5's, a cap as Gemma 2's, sinks."""
+    """Terms in the logits of a family's attention: a bias as T5's, a cap as Gemma 2's, sinks."""
     passed = _passed(_own_class(type(module)))
     terms = {
         "bias": "position_bias" in passed,
@@ -150,7 +150,7 @@ def head_shape(attention: Attention) -> HeadShape:
 
 
 def only_attention_mixes(model: PreTrainedModel, attention: Iterable[nn.Module]) -> bool:
-    """Whether tokens meet in these attention modules alone: no recurrence, no convolution.
+    """Test whether tokens mix in these attention modules alone: no recurrence, no convolution.
 
     Looked for in the lists of layers that hold the attention modules.
     """
@@ -167,12 +167,12 @@ def only_attention_mixes(model: PreTrainedModel, attention: Iterable[nn.Module])
 
 
 def parameter_device(module: nn.Module) -> torch.device:
-    """Where the module's own parameters are."""
+    """Device of the module's own parameters."""
     return next(module.parameters()).device
 
 
 def _input_width(module: nn.Module) -> int | None:
-    """How wide the module's input is, where its projections say so: some join two streams."""
+    """Width of the module's input, where its projections define it: some join two streams."""
     for name in ("q_proj", "qkv_proj", "query_key_value"):
         if isinstance(projection := getattr(module, name, None), nn.Linear):
             return projection.in_features
@@ -180,7 +180,7 @@ def _input_width(module: nn.Module) -> int | None:
 
 
 def _source_width(module: nn.Module) -> int | None:
-    """How wide what cross-attention takes its keys from is."""
+    """Width of the states from which cross-attention takes its keys."""
     for name in ("k_proj", "k"):
         if isinstance(projection := getattr(module, name, None), nn.Linear):
             return projection.in_features
@@ -215,7 +215,7 @@ def _obstacle(module: nn.Module, role: Role) -> str | None:
 
 @cache
 def attends_twice(kind: type) -> bool:
-    """Whether an attention class calls its attention function more than once per forward pass."""
+    """Test whether an attention class calls its attention function more than once per pass."""
     calls = [node for node in _source(_own_class(kind)) if isinstance(node, ast.Call)]
     return sum(ast.unparse(call.func) == "attention_interface" for call in calls) > 1
 
@@ -228,7 +228,7 @@ def _own_class(kind: type) -> type:
 
 @cache
 def _passed(kind: type) -> frozenset[str]:
-    """What an attention class passes to its attention function by name."""
+    """Keywords that an attention class passes to its attention function."""
     calls = [node for node in _source(kind) if isinstance(node, ast.Call)]
     ours = [call for call in calls if ast.unparse(call.func) == "attention_interface"]
     return frozenset(keyword.arg for call in ours for keyword in call.keywords if keyword.arg)
@@ -244,7 +244,7 @@ def _source(kind: type) -> list[ast.AST]:
 
 @cache
 def _obstacle_in_source(kind: type) -> str | None:
-    """What the family's forward does to the attention call that a converted one would lose.
+    """Change to the attention call in the family's forward that a converted one would lose.
 
     Where the source cannot be read, the attention function still refuses what it does not know.
     """

@@ -35,7 +35,7 @@ _under_way = threading.local()  # the attention call of this thread
 
 
 class Call(NamedTuple):
-    """What an attention call knows of its tokens before it attends.
+    """Data of an attention call's tokens before it attends.
 
     segments: the document of every token seen so far, `[B or 1, n]`; `None` where all are of one.
     cache: the layer's part of the cache, if it has one.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     cache: LayerCache | None = None
 
     def tokens(self, layer: Layer, part: str, x: Tensor, took: Tensor | None = None) -> Tokens:
-        """What the layer knows about the tokens of `x`; the cache keeps the newest of them."""
+        """Context of the tokens of `x` for the layer; the cache keeps the newest of them."""
         if not layer.past_inputs:
             return Tokens(input=took)
         past = None if self.cache is None else self.cache.newest(part, x)
@@ -183,7 +183,7 @@ class _Reached(Exception):
 def _operands(
     module: nn.Module, shape: HeadShape, outputs: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a family makes of outputs of its projections, at a position where nothing rotates.
+    """Operands that a family makes of its projections' outputs, at a position without rotation.
 
     Arguments:
         outputs: by the projection's name, what it shall give, `[1, 1, C]`.
@@ -226,7 +226,7 @@ def _operands(
 def _order(
     module: nn.Module, name: str, shape: HeadShape, widths: tuple[int, int, int]
 ) -> Int[Tensor, " C"] | None:
-    """Where the channels of queries, keys and values stand in what one projection gives."""
+    """Order of the channels of queries, keys and values in one projection's output."""
     channels = torch.arange(sum(widths), dtype=torch.float32)[None, None]
     device = next(getattr(module, name).parameters()).device
     channels = channels if device.type == "meta" else channels.to(device)

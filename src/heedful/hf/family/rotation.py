@@ -127,7 +127,7 @@ def _rotation(module: nn.Module, rotary: nn.Module, apply) -> FamilyRotation | N
 
 
 def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
-    """Whether the module rotates its keys as `rotation` does; `None` where it does otherwise."""
+    """Test whether the module rotates its keys as `rotation`; `None` where it does otherwise."""
     keys: list[Tensor] = []
 
     def attend(module, query, key, value, *args, **kwargs):

@@ -15,7 +15,7 @@ _FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def shown(x: object) -> str:
-    """What was given, short: a tensor by its shape, if it has one."""
+    """Short form of an argument: a tensor by its shape, if it has one."""
     if isinstance(x, Tensor):
         return "a nested tensor" if x.is_nested else str(tuple(x.shape))
     return reprlib.repr(x)
@@ -185,7 +185,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def _seen_infinite(x: Tensor) -> bool:
-    """Whether NaN or infinity is in it, where a look is free.
+    """Test for NaN or infinity, where the test is free.
 
     On an accelerator it would stall the stream, while compiling it would break the graph, and under
     torch.func there may be nothing to look at; convert() and load() have looked once.

@@ -31,7 +31,7 @@ def _compiled(step: Callable) -> Callable:
 
 @functools.cache
 def _compiles(device: str) -> bool:
-    """Whether torch can compile for these devices here; says once what is missing."""
+    """Test whether torch can compile for these devices here; logs once what is missing."""
     if device != "cuda":
         return False
     lack = None

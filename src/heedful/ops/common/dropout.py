@@ -20,7 +20,7 @@ _MASK = 2**32 - 1
 
 
 class Dropout(NamedTuple):
-    """What drops entries of a map: their share, and a number per head made of the seed."""
+    """Dropout of an attention matrix: its share, and a number per head made of the seed."""
 
     p: float
     heads: Int[Tensor, " H"]
@@ -28,7 +28,7 @@ class Dropout(NamedTuple):
     def factor(
         self, batch: int, rows: range, columns: range, dtype: torch.dtype
     ) -> Float[Tensor, "B H R C"]:
-        """What multiplies a tile: 0 where it is dropped, elsewhere 1 / (1 - p).
+        """Factor of a tile: 0 where it is dropped, elsewhere 1 / (1 - p).
 
         `rows` and `columns` are tokens: query i of Tq is token i + Tk - Tq.
         """

@@ -19,7 +19,7 @@ _LOST = 1e-30  # weights below are lost beside a weight of one, and subnormal on
 
 
 def few_queries(q: Tensor, k: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Whether this form serves a call: few rows of more tokens, and nothing to differentiate."""
+    """Test whether this form fits a call: few rows of more tokens, and nothing to differentiate."""
     if torch.compiler.is_compiling() or not 1 <= q.shape[2] <= FEW or q.shape[2] >= k.shape[2]:
         return False
     return not torch.is_grad_enabled() or not any(
@@ -28,7 +28,7 @@ def few_queries(q: Tensor, k: Tensor, tensors: Iterable[Tensor | None]) -> bool:
 
 
 def is_step(q: Tensor, k: Tensor) -> bool:
-    """Whether a call is a step of a cache: few queries, and neither gradients nor autocast."""
+    """Test whether a call is a step of a cache: few queries, and neither gradients nor autocast."""
     return (
         not torch.is_grad_enabled()
         and few_queries(q, k, ())
@@ -39,7 +39,7 @@ def is_step(q: Tensor, k: Tensor) -> bool:
 def hidden_from(
     visibility: Visibility, queries: int, keys: int, device: torch.device
 ) -> Hidden | None:
-    """What the queries do not see; `None` where they see everything."""
+    """Keys masked from the queries; `None` where they see everything."""
     if not visibility.plain:
         return Hidden(0, ~visibility.dense(queries, keys, device)[:, None])
     if queries == 1 or not visibility.causal:
@@ -92,7 +92,7 @@ def few_outputs(
 def by_keys(
     maps: Float[Tensor, "B H R K"], rows: Float[Tensor, "B H R D"], key_heads: int
 ) -> Float[Tensor, "B Hk K D"]:
-    """What the rows give every key, summed over the query heads of its group."""
+    """Sum of the rows for every key, weighted by the maps, over the query heads of its group."""
     maps, rows = (x.unflatten(1, (key_heads, -1)).flatten(2, 3) for x in (maps, rows))
     return maps.mT @ rows.to(maps.dtype)
 

@@ -1,4 +1,4 @@
-"""What the fused kernels of every mechanism serve, and at which width; free of Triton.
+"""Limits of every mechanism's fused kernels, and their widths; free of Triton.
 
 So a caller can ask before anything is imported.
 """
@@ -32,7 +32,7 @@ def over_grid(**counts: int) -> str | None:
 
 
 def unseen(visibility: Visibility) -> str | None:
-    """What of the visibility the fused kernels do not know, as one clause, or `None`."""
+    """Part of the visibility that the fused kernels do not support, as one clause, or `None`."""
     if visibility.mutual is not None:
         return "its kernels know no tokens that see later ones (visibility.mutual)"
     if visibility.window is not None and not visibility.causal:
@@ -45,7 +45,7 @@ def unseen(visibility: Visibility) -> str | None:
 def altered(
     bias: Tensor | None, softcap: float | None, sinks: Tensor | None, dropout: object | None
 ) -> str | None:
-    """What around the softmax the fused kernels do not do, as one clause, or `None`."""
+    """Term around the softmax that the fused kernels do not support, as one clause, or `None`."""
     if dropout is not None:
         return "its kernels drop no weights (dropout_p)"
     if bias is not None:

@@ -91,7 +91,7 @@ def _add_product_(
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Where bf16 products may have fp32 results; the meta device stands for it."""
+    """Test whether bf16 products may have fp32 results; the meta device counts as a GPU."""
     return x.device.type in ("cuda", "meta")
 
 

@@ -104,7 +104,7 @@ class Scope:
         return most
 
     def hidden(self, rows: range, columns: range) -> "Hidden":
-        """What of the tile `rows x columns` cannot be seen."""
+        """Masked part of the tile `rows x columns`."""
         sight = self.sight
         if sight.places is not None:
             visible = see_placed(sight.places, self._queries, sight.causal, sight.window, rows)
@@ -132,7 +132,7 @@ class Scope:
         return see(sight.segments, causal, window, rows, columns, self.device, sight.mutual)
 
     def earlier(self, rows: range, columns: range) -> Bool[Tensor, "B 1 R C"]:
-        """Which of the key columns stand before these tokens; for tokens with places."""
+        """Mark the key columns before these tokens; for tokens with places."""
         positions = self.sight.places[:, 1]
         of_keys = positions[:, self._queries :][:, columns.start : columns.stop]
         return (of_keys[:, None] < positions[:, rows.start : rows.stop, None])[:, None]

@@ -1,4 +1,4 @@
-"""What the fused kernels share inside: the mask of a tile. Imported only where Triton is used."""
+"""Helper inside the fused kernels: the mask of a tile. Imported only where Triton is used."""
 
 import triton
 import triton.language as tl

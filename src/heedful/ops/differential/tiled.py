@@ -59,7 +59,7 @@ def differential_attention_tiled(
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> bool:
-    """Whether torch's own attention serves these maps without a mask in memory."""
+    """Test whether torch's own attention computes these maps without a mask in memory."""
     dim = q.shape[3]
     aligned = dim * q.element_size() % 16 == 0 and v.shape[3] % dim == 0
     return visibility.plain and aligned and (q.shape[2] == k.shape[2] or not visibility.causal)

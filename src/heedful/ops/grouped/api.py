@@ -175,7 +175,7 @@ def grouped_attention(
 def _log_size(
     groups: Groups, beta: Float[Tensor, " H"] | float, q: Tensor
 ) -> Float[Tensor, "B H M"]:
-    """What is added to the logits of the summaries, in fp32 at least."""
+    """Bias on the logits of the summaries, in fp32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
     if isinstance(beta, Tensor):

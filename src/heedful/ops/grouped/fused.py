@@ -120,7 +120,7 @@ def _run(q: Tensor):
 def _blocks(
     bounds: Int[Tensor, "B 7 Tq"], count: int, keys: int
 ) -> tuple[Int[Tensor, "B 1 R"], Int[Tensor, "B 1 R C"]]:
-    """How many blocks of columns each block of rows reaches, and which: those come first."""
+    """Number of column blocks that each row block reaches, and their order: those come first."""
     first, near, after, last, start, stop, _ = bounds.unbind(1)
     wide = -(-(count + keys) // _BLOCK)
     block = torch.arange(wide, device=bounds.device)

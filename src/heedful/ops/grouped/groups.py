@@ -1,4 +1,4 @@
-"""Which token belongs to which group, and how much: one sparse matrix for every way of grouping.
+"""Membership of tokens in groups: one weighted sparse matrix for every way of grouping.
 
 Groups never cross documents, take no padding, and are counted from the first real token of each
 document. They are numbered along the row in the order in which they end.
@@ -64,12 +64,12 @@ class Groups:
 
     @property
     def count(self) -> int:
-        """How many groups the row with the most has."""
+        """Number of groups of the sequence with the most."""
         return self.start.shape[1]
 
     @property
     def there(self) -> Bool[Tensor, "#B M"]:
-        """Which groups a row has."""
+        """True for the groups that a sequence has."""
         return self.end < NEVER
 
     @property
@@ -147,7 +147,7 @@ class Members(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a row stand in their documents.
+    """Places of a sequence's tokens in their documents.
 
     real: which are not padding, `[B or 1, T]`.
     start: the first token of each one's document.
@@ -356,7 +356,7 @@ def contiguous(
 def begin_and_last(
     starts: Bool[Tensor, "#B T"], places: Places, count: int | None = None
 ) -> tuple[Int[Tensor, "#B M"], Int[Tensor, "#B M"]]:
-    """Where each group starts, and the last token of its document; `NEVER` for one not there."""
+    """Start of each group, and last token of its document; `NEVER` for one not there."""
     rows, tokens = starts.shape
     count = max(1, int(starts.sum(1).max())) if count is None else count
     token = torch.arange(tokens, device=starts.device).expand(rows, -1)
@@ -367,7 +367,7 @@ def begin_and_last(
 
 
 def count_of(places: Places, size: int) -> int | None:
-    """How many groups start, one every `size` tokens, where it takes no look at the row."""
+    """Number of groups, one every `size` tokens, where it needs no look at the sequence."""
     return -(-places.real.shape[1] // size) if places.plain else None
 
 

@@ -99,7 +99,7 @@ def cif_from(
 def _opened_at_its_end(
     index: Int[Tensor, "#B T 2"], end: Int[Tensor, "#B M"]
 ) -> Bool[Tensor, "#B M"]:
-    """Whether the last token of a group is also its first, with a share in the one before."""
+    """Test whether the last token of a group is also its first, with a share in the one before."""
     second = index[..., 1].gather(1, end.clamp(max=index.shape[1] - 1))
     return second == torch.arange(end.shape[1], device=end.device)
 

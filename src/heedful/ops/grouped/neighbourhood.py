@@ -1,4 +1,4 @@
-"""What a query reaches: which groups as summaries, which tokens one by one, in plain numbers.
+"""Reach of a query: groups attended to as summaries, tokens one by one, in plain numbers.
 
 Groups stand in the order of their ends, so that what a query sees of them is a run, or two with a
 gap where its own neighbourhood lies. `neighbourhood_of` finds where these begin and end;
@@ -140,7 +140,7 @@ def _without_padding(reach: Neighbourhood, segments: Int[Tensor, "#B Tq"] | None
 
 
 def _below(ascending: Int[Tensor, "#B M"], x: Int[Tensor, "#B n"]) -> Int[Tensor, "#B n"]:
-    """How many of the numbers are below each x."""
+    """Count the numbers below each x."""
     rows = max(len(ascending), len(x))
     ascending, x = ascending.expand(rows, -1).contiguous(), x.expand(rows, -1).contiguous()
     return torch.searchsorted(ascending, x)
@@ -160,7 +160,7 @@ def score_pairs(
     queries: int | None = None,
     asking: bool = False,
 ) -> Int[Tensor, " B"]:
-    """How many pairs of a query and a key or summary one head scores, of each row.
+    """Count the pairs of a query and a key or summary that one head scores, of each sequence.
 
     Arguments:
         groups: of whole rows.

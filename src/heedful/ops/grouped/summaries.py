@@ -1,4 +1,4 @@
-"""What stands for a group: its keys and values in one, by attention inside the group.
+"""Summary of a group: its keys and values in one, by attention inside the group.
 
 Two steps, both optional. A token may first look at the other members of its group, and then each
 group is the weighted mean of its members. A token of two groups looks at each of them apart: a
@@ -50,7 +50,7 @@ def gather_heads(x: Float[Tensor, "#B H T D"], groups: Groups) -> Float[Tensor, 
 def member_weights(
     groups: Groups, logits: Float[Tensor, "#B M L Hk"] | None = None
 ) -> Float[Tensor, "#B M L"] | Float[Tensor, "#B M L Hk"]:
-    r"""How much each member counts: $w_{ij} = A_{ij} e^{z_{ij}} / \sum_i A_{ij} e^{z_{ij}}$.
+    r"""Weight of each member: $w_{ij} = A_{ij} e^{z_{ij}} / \sum_i A_{ij} e^{z_{ij}}$.
 
     Arguments:
         groups: the memberships A.
@@ -129,7 +129,7 @@ def member_attention(
     v: Float[Tensor, "#B T A"],
     groups: Groups,
 ) -> Float[Tensor, "#B M L A"]:
-    r"""What each member takes from the others of its group, less what it has itself.
+    r"""Attention output of each member inside its group, less its own value.
 
     $$ \Delta_{ij} = \sum_l p^{(j)}_{il} v_l - v_i, \qquad
        p^{(j)}_{i\cdot} = \mathrm{softmax}_l(q_i k_l^\top / \sqrt A + \log A_{lj}) $$

@@ -173,7 +173,7 @@ def _token_logits(
 
 
 def _uncovered(x: Operands, rows: slice, cut: slice) -> Bool[Tensor, "B R C S"]:
-    """Which of the tokens' groups are in the rows' neighbourhood, so that no summary is seen."""
+    """Mark the tokens' groups in the rows' neighbourhood, whose summaries are masked."""
     index = x.index[:, None, cut]
     near, after = (y[..., None, None] for y in x.reach[:, 1:3, rows].unbind(1))
     return (index >= near) & (index < after)
@@ -218,7 +218,7 @@ def attend_backward(
 
 
 class _Back(NamedTuple):
-    """What the gradient of a part needs of its rows; the last of them is what they divide by."""
+    """Row statistics for the gradient of a part; the last of them normalises the weights."""
 
     grad: Float[Tensor, "B H R Dv"]
     delta: Float[Tensor, "B H R 1"]

@@ -35,7 +35,7 @@ class Parameters(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """How many rows a kernel has before and after the one that meets the current query."""
+    """Number of a kernel's rows before and after the one at the current query."""
 
     before: int
     after: int

@@ -89,7 +89,7 @@ class HeadGroups(NamedTuple):
     def values_gradient(
         self, grad: Float[Tensor, "B parts T W"], dim: int
     ) -> Float[Tensor, "B Hk T Dv"]:
-        """What the gradient of `values` is for the values."""
+        """Gradient of the values, from that of `values`."""
         grad = grad.unflatten(3, (self.keys, dim)).transpose(2, 3).flatten(1, 2)
         return grad if self.repeats == 1 else grad.unflatten(1, (-1, self.repeats)).sum(2)
 
@@ -144,7 +144,7 @@ class HeadGroups(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """How a call's tensors become those of attention, and their gradients the call's.
+    """Conversion of a call's tensors to those of attention, and of their gradients back.
 
     post_mix, groups: the mixing after the softmax, and its heads; `None` without.
     filters: of queries and keys; empty where these are as they are.

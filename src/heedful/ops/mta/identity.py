@@ -19,7 +19,7 @@ def identity_attention(
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"] | None:
-    """What torch's own kernel computes; `None` where a parameter is not the identity any more.
+    """Attention by torch's own kernel; `None` where a parameter is no longer the identity.
 
     So a freshly converted model gives the very logits that it gave before. `None` too where the
     visibility needs a mask, and anywhere but on a CPU: there this look would stall the stream.

@@ -99,7 +99,7 @@ class _Share(NamedTuple):
     mask: Float[Tensor, "#B 1 R C"] | None
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What of a call's tensors belongs to it."""
+        """Part of a call's tensors that belongs to it."""
         return q[:, :, self.rows], k[:, :, self.columns], v[:, :, self.columns]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def _shares(q: Tensor, k: Tensor, sight: Sight, band: int, impl: str) -> list[_S
 
 
 def _near_hidden(sight: Sight, q: Tensor, k: Tensor, band: int) -> Tensor:
-    """Which near keys are not seen, `[B or 1, 1, Tq, band]`."""
+    """Mark the near keys that are masked, `[B or 1, 1, Tq, band]`."""
     queries, keys = q.shape[2], k.shape[2]
     row = torch.arange(keys - queries, keys, device=q.device)[:, None]
     column = row - torch.arange(band, device=q.device)

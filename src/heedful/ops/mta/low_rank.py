@@ -46,7 +46,7 @@ class LowRank(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """How many keys beyond a token its filtered key reads."""
+        """Number of keys beyond a token that its filtered key reads."""
         return self.w.shape[2] // 2 if self.centred else 0
 
     def kernel(self) -> Float[Tensor, "H cq n"]:
@@ -56,12 +56,12 @@ class LowRank(NamedTuple):
         return theta if self.centred else pad(theta, (0, self.w.shape[2] - 1))
 
     def band(self, causal: bool) -> int:
-        """How many distances between query and key, from 0 on, the causal edge concerns."""
+        """Number of distances between query and key, from 0 on, that the causal edge concerns."""
         return self.u.shape[2] - 1 + self.ahead if self.centred and causal else 0
 
     @property
     def past_keys(self) -> int:
-        """How many keys before a token its filtered key and query, or its band, are made of."""
+        """Number of keys before a token that its filtered key and query, or its band, read."""
         rows, columns = self.u.shape[2], self.w.shape[2]
         return max(rows - 1, columns - 1, self.band(causal=True) + self.ahead - 1)
 
@@ -72,7 +72,7 @@ class LowRank(NamedTuple):
         return key_filter(self, segments).of(k)
 
     def terms(self, visibility: Visibility) -> Visibility:
-        """Which pairs of tokens a convolved logit may be a sum of.
+        """Pairs of tokens that a convolved logit may be a sum of.
 
         A window hides keys, and not what their neighbours put into them.
         """
@@ -92,7 +92,7 @@ class Filter(NamedTuple):
     segments: Int[Tensor, "#B T"] | None
 
     def of(self, x: Float[Tensor, "B Hx T D"]) -> Float[Tensor, "B H T RD"]:
-        """What it makes of these; a filter per head of x, or several."""
+        """Apply the filters: one per head of x, or several."""
         (batch, _, tokens, dim), (heads, ranks, _) = x.shape, self.weights.shape
         y = self._matrix(x) @ self._windows(x)
         return y.view(batch, heads, -1, ranks * dim)[:, :, :tokens].to(x.dtype)
@@ -131,7 +131,7 @@ class Filter(NamedTuple):
         return matrix.flatten(4, 5)
 
     def _same(self) -> Bool[Tensor, "#B blocks t y"]:
-        """Which of the tokens that an output reaches are of its segment."""
+        """Mark the tokens in an output's reach that are of its segment."""
         tokens, reach = self.segments.shape[1], BLOCK + self.weights.shape[2] - 1
         number = pad(self.segments, self._around(tokens), value=-2).unfold(1, reach, BLOCK)
         return number[:, :, self.before : self.before + BLOCK, None] == number[:, :, None]
@@ -140,13 +140,13 @@ class Filter(NamedTuple):
 def query_filter(
     low_rank: LowRank, segments: Int[Tensor, "#B Tq"] | None, *, two_sided: bool = False
 ) -> Filter:
-    """What makes wide queries."""
+    """Filter that makes wide queries."""
     rows = low_rank.u.shape[2]
     return Filter(low_rank.u, rows // 2 if two_sided else rows - 1, segments)
 
 
 def key_filter(low_rank: LowRank, segments: Int[Tensor, "#B Tk"] | None) -> Filter:
-    """What makes wide keys."""
+    """Filter that makes wide keys."""
     return Filter(low_rank.w, low_rank.w.shape[2] - 1 - low_rank.ahead, segments)
 
 
@@ -216,7 +216,7 @@ class Band(NamedTuple):
         return _same_segment(self.segments, queries, self._rows).flip(-1)[:, None, :, None]
 
     def _taps(self, q: Tensor) -> Float[Tensor, "H er m"]:
-        """What each score adds to the logit at a distance d."""
+        """Weight of each score in the logit at a distance d."""
         theta = self.low_rank.kernel().to(torch.promote_types(q.dtype, torch.float32)) * self.scale
         row, column = self._places(theta.device)
         return pad(theta, (0, 1))[:, row, column].flatten(1, 2)
@@ -237,7 +237,7 @@ class Band(NamedTuple):
 def factor_gradients(
     low_rank: LowRank, dtheta: Float[Tensor, "H cq ck"]
 ) -> tuple[Float[Tensor, "H R cq"], Float[Tensor, "Hw R ck"]]:
-    """What the gradient of the kernels is for their factors."""
+    """Gradients of the kernels' factors, from that of the kernels."""
     u, w = low_rank.u.to(dtheta.dtype), low_rank.w.to(dtheta.dtype)
     heads = u.shape[0]
     du = (w.repeat_interleave(heads // w.shape[0], dim=0)) @ dtheta.mT

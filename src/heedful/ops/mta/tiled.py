@@ -97,7 +97,7 @@ class Operands(NamedTuple):
         return capped if self.bias is None else capped.add_(block.own(self.bias))
 
     def dropout_factor(self, block: "RowBlock") -> Float[Tensor, "B H W C"] | None:
-        """What dropout multiplies the rows that the block writes with; `None` without dropout."""
+        """Dropout's factor on the rows that the block writes; `None` without dropout."""
         if self.dropout is None:
             return None
         return self.dropout.of_block(self.q, self.k.shape[2], block.write, block.columns)
@@ -386,7 +386,7 @@ def gradients(
 
 
 def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """What `gradients` returns for these, by shape."""
+    """Fake result of `gradients` for these, by shape."""
     empty = inputs[0].new_empty
     return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 

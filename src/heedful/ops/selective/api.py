@@ -30,7 +30,7 @@ from heedful.ops.visibility import Visibility, check_visibility
 
 
 class SelectiveOutput(NamedTuple):
-    """What `selective_attention` returns.
+    """Result of `selective_attention`.
 
     output: `[B, H, Tq, Dv]` in q's dtype.
     state: F of every key after the last query, `[B, Hs, Tk]`, fp32 at least; hand it to the next

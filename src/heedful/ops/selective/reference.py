@@ -103,7 +103,7 @@ def hidden_sums(
 def may_hide(
     protect_first: bool, visibility: Visibility, queries: int, keys: int, like: Tensor
 ) -> Bool[Tensor, "B Tq Tk"]:
-    """Where token p may hide token j: p sees j, j is earlier, and not a protected first token."""
+    """Mark where token p may mask j: p sees j, j is earlier, and not a protected first token."""
     allowed = visibility.dense(queries, keys, like.device)
     allowed = allowed & visibility.earlier(queries, keys, like.device)
     if protect_first:

@@ -1,4 +1,4 @@
-"""What a cache that evicts the most hidden tokens still holds, in a form that has a gradient."""
+"""Contents of a cache that evicts the most masked tokens, in differentiable form."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +17,7 @@ def cached_shares(
     sinks: int = 4,
     recent: int = 8,
 ) -> Float[Tensor, "N C T"]:
-    r"""How far each token is still in a cache that evicts after each of C chunks.
+    r"""Share of each token that is still in a cache that evicts after each of C chunks.
 
     $$ a_{cj} = \min\Big(a_{c-1,j}, \sigma\Big(\frac{\theta_c - F_{cj}}{w_c}\Big)\Big),
        \qquad \sum_j a_{cj} = n $$
@@ -59,7 +59,7 @@ def cached_tokens(
     sinks: int = 4,
     recent: int = 8,
 ) -> Bool[Tensor, "N C T"]:
-    """Which tokens are in a cache that evicts after each of C chunks, without a gradient.
+    """Mark the tokens in a cache that evicts after each of C chunks, without a gradient.
 
     Arguments as for `cached_shares`, whose shares these are where the sigmoid is a step.
     """

@@ -102,7 +102,7 @@ class Operands(NamedTuple):
         return self.scope.most_rows(self.q.shape[1], ROWS_COMPOSED)
 
     def dropout_factor(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
-        """What dropout multiplies the block's probabilities with; `None` without dropout."""
+        """Dropout's factor on the block's probabilities; `None` without dropout."""
         if self.dropout is None:
             return None
         return self.dropout.of_block(self.q, self.k.shape[2], block.rows, block.cut)
@@ -131,7 +131,7 @@ def operands(
 
 
 class Outputs(NamedTuple):
-    """What the loop over the blocks fills: the output, the memory, and the running total's pair."""
+    """Outputs of the loop over the blocks: the output, the memory, and the running total's pair."""
 
     output: Float[Tensor, "B H Tq Dv"]
     memory: Float[Tensor, "B Tq"]
@@ -164,7 +164,7 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
 
 
 class RowBlock(NamedTuple):
-    """What one block of queries hides from later ones."""
+    """Block of queries, for the tokens that it masks from later ones."""
 
     rows: slice
     cut: slice  # of the keys
@@ -217,7 +217,7 @@ def _hiding(
 
 
 class _Maps(NamedTuple):
-    """What a block of queries attends to; the soft cap and the sinks, where there are any."""
+    """Attention weights of a block of queries; the soft cap and the sinks, where there are any."""
 
     p: Float[Tensor, "B H R C"]
     slope: Float[Tensor, "B H R C"] | None

@@ -1,4 +1,4 @@
-"""What `heedful bench` runs: inputs of each mechanism, its implementations, and others' of it."""
+"""Cases of `heedful bench`: inputs of each mechanism, its implementations, and others' of it."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ PASSES = ("forward", "forward+backward", "decode")
 
 
 def device() -> str:
-    """Where cases run: on the GPU if there is one."""
+    """Device of the cases: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -70,7 +70,7 @@ def call(mechanism: str, impl: str, leaves: Leaves) -> Tensor:
 
 
 def exists(mechanism: str, impl: str) -> bool:
-    """Whether anybody wrote this: ours are all there, others' are few."""
+    """Test whether an implementation exists: ours all do, others' are few."""
     return impl in OURS or (impl, mechanism) in _PEER_CALLS
 
 

@@ -1,4 +1,4 @@
-"""How long calls take and how much memory they need, on a GPU or a CPU."""
+"""Time and memory of calls, on a GPU or a CPU."""
 
 import statistics
 import time
@@ -59,7 +59,7 @@ def steady(run: Callable[[], object], *, budget_ms: float = 500) -> dict:
 
 
 def peak_mib(run: Callable[[], object]) -> float | None:
-    """What the second call adds to the peak of the GPU's memory; `None` on a CPU."""
+    """MiB that the second call adds to the peak of the GPU's memory; `None` on a CPU."""
     if not torch.cuda.is_available():
         return None
     run()  # what stays, such as a library's workspace, comes with the first call

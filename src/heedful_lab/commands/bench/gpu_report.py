@@ -1,4 +1,4 @@
-"""What a GPU and its libraries do: versions, ceilings, primitives, and every kernel once.
+"""Report on a GPU and its libraries: versions, ceilings, primitives, and every kernel once.
 
 `heedful doctor --gpu-report FILE` writes it to one file that can be attached to an issue. The cases
 run in a process of their own, so that a kernel that ends it leaves a record.
@@ -194,7 +194,7 @@ def square(n: int, dtype: str) -> Callable[[], object]:
 
 
 def primitives(sizes: ReportSizes) -> dict[str, tuple[Callable[[], Callable[[], object]], int]]:
-    """What a form for a GPU is made of: a setup that gives the call to time, and its operations."""
+    """Parts of a form for a GPU: a setup that returns the call to time, and its operations."""
     maps, rows, dim, tokens, heads = (getattr(sizes, name) for name in PRIMITIVE_SIZES[:5])
     logits, mixing = 2 * maps * rows * dim * tokens, 2 * maps * heads * rows * tokens
     calls = {
@@ -293,7 +293,7 @@ def operation(calls: int) -> Callable[[], object]:
 
 
 def launchable() -> bool:
-    """Whether Triton's kernels run here."""
+    """Test whether Triton's kernels run here."""
     from heedful.ops.impl import no_triton
 
     return no_triton(draw(1)) is None

@@ -134,7 +134,7 @@ def _say(record: dict) -> None:
 
 
 def _running(out: Path) -> Path:
-    """Where the case that runs is written down, for whoever finds its process dead."""
+    """File that names the case in progress, for whoever finds its process dead."""
     return out.with_name(f"{out.name}.running")
 
 
@@ -169,7 +169,7 @@ def _message(error: Exception) -> str:
 
 
 def _device_answers() -> bool:
-    """Whether the GPU, if there is one, is still usable; memory of the failed case is freed.
+    """Test whether the GPU, if there is one, is still usable; frees the failed case's memory.
 
     After a kernel's wrong access every later call of the process fails.
     """

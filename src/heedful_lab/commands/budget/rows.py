@@ -1,4 +1,4 @@
-"""What budgets are measured on: sequences, and which of their tokens count."""
+"""Data to measure budgets on: sequences, and which of their tokens count."""
 
 import math
 from itertools import islice

@@ -53,7 +53,7 @@ PIECES = 64  # of a sequence, while searching
 
 
 class SearchResult(NamedTuple):
-    """What a search ended at.
+    """Result of a search.
 
     path: the file that was written.
     eviction: the policy with a budget for every layer.
@@ -86,7 +86,7 @@ class SearchResult(NamedTuple):
 
 
 def share(budgets: Budgets, start: Budgets, length: int) -> float:
-    """How much of what the budgets at the start hold these hold; `None` is a whole sequence."""
+    """Share of the starting budgets' tokens that these hold; `None` is a whole sequence."""
     cached, whole = (sum(n or length for n in those) for those in (budgets, start))
     return cached / whole
 
@@ -362,7 +362,7 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
 
 
 def least_budget(policy: Eviction, model: PreTrainedModel) -> int:
-    """What every budget must hold: protected tokens, and the next one."""
+    """Least size of every budget: protected tokens, and the next one."""
     first = any(module.heedful.keeps_first for module in attention_modules(model))
     return max(policy.sinks, int(first)) + policy.recent + 1
 
@@ -374,7 +374,7 @@ def search_identity(
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
 ) -> dict:
-    """What decides the result."""
+    """Options and inputs that decide the result."""
     return {
         "policy": {"kind": type(policy).__name__, **dataclasses.asdict(policy)},
         "loss": options.loss if reference is None and options.tokens is None else None,
@@ -389,7 +389,7 @@ def search_identity(
 
 
 def history(options: BudgetSearch, result: SearchResult) -> dict:
-    """How budgets were found, for whoever reads their file."""
+    """History of a search for budgets, for readers of their file."""
     return {
         "perplexity": {"whole": result.whole, "found": result.perplexity, "limit": result.limit},
         "limit": _limit_in_words(options),

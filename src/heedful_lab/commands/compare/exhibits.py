@@ -1,4 +1,4 @@
-"""What a trained model shows: its kernels, and attention and hiding on one real sample."""
+"""Exhibits of a trained model: its kernels, and attention and masking on one real sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

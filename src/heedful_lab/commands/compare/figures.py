@@ -45,7 +45,7 @@ class KernelExhibit(NamedTuple):
 
 
 class MixExhibit(NamedTuple):
-    """How a layer mixes its heads: `matrix` is `[H, H]`, indexed `[out, in]`."""
+    """Mixing of a layer's heads: `matrix` is `[H, H]`, indexed `[out, in]`."""
 
     task: str
     mechanism: str
@@ -76,7 +76,7 @@ class MapExhibit(NamedTuple):
 
 
 class HidingExhibit(NamedTuple):
-    """Which token hid which, in one layer of selective attention on one sample.
+    """Masking of tokens by each other, in one layer of selective attention on one sample.
 
     Arguments:
         layer: index of the layer.

@@ -110,7 +110,7 @@ def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
 
 
 def _device(record: Record) -> str:
-    """Where a run was trained; of older records this is known if their machine had no GPU."""
+    """Device of a run; of older records it is known if their machine had no GPU."""
     machine = str(record.environment.get("machine", ""))
     no_gpu = machine.endswith((", Linux", ", Darwin", ", Windows"))
     return record.device or ("cpu" if no_gpu else "unknown")
@@ -163,7 +163,7 @@ _LEFT = 3  # the first columns of a table are words, the others numbers
 
 
 def memory_label(rows: Sequence[Row]) -> str:
-    """What peak memory means in these rows: without CUDA it is that of the whole process."""
+    """Label of peak memory in these rows: without CUDA it is that of the whole process."""
     devices = {device for row in rows for device in row.devices}
     if devices == {"cuda"}:
         return "GPU peak MiB"
@@ -305,7 +305,7 @@ def _solved(row: Row) -> bool:
 
 
 def _ended(row: Row) -> str:
-    """How a mechanism's runs ended, in words that need no table."""
+    """Describe the end of a mechanism's runs, in words that need no table."""
     if not math.isfinite(row.mean):
         return f"{row.mechanism} diverged"
     if "error" not in row.metric:
@@ -360,7 +360,7 @@ _LONGEST = 600  # characters of a text that are shown
 
 
 class TextExhibit(NamedTuple):
-    """What one trained model makes of some evaluation sources.
+    """Texts of one trained model for some evaluation sources.
 
     Arguments:
         rows: of each the source, the target, and the model's text.

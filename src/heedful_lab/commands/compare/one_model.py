@@ -167,7 +167,7 @@ def _run_identity(
     seed: int,
     rows: "_Rows",
 ) -> dict:
-    """What makes a run this run and no other, some of its sequences included."""
+    """Identity of a run, some of its sequences included."""
     digest = hashlib.sha256()
     for step in {0, hyperparameters.steps - 1}:
         for tensor in rows.of_step(step).values():

@@ -55,11 +55,11 @@ class _Job(NamedTuple):
         return f"{self.name}-{self.mechanism}-{self.seed}".replace(" + ", "-").replace(" ", "-")
 
     def model(self, out: Path) -> Path:
-        """Where its trained model is kept."""
+        """Path of its trained model."""
         return out / "models" / self.folder
 
     def state(self, out: Path) -> Path:
-        """Where its checkpoints are while it trains."""
+        """Path of its checkpoints while it trains."""
         return out / "unfinished" / self.folder
 
 
@@ -73,7 +73,7 @@ class ModelLook(NamedTuple):
 
 
 class CacheHistory(NamedTuple):
-    """Which tokens of one sequence a model's caches held after each of them, by layer, `[T, T]`."""
+    """Cached tokens of one sequence after each of them, by layer, `[T, T]`."""
 
     task: str
     mechanism: str
@@ -83,7 +83,7 @@ class CacheHistory(NamedTuple):
 
 
 class ModelTexts(NamedTuple):
-    """What a trained model makes of some evaluation sources: source, target, its text."""
+    """Texts of a trained model for some evaluation sources: source, target, its text."""
 
     task: str
     mechanism: str
@@ -91,7 +91,7 @@ class ModelTexts(NamedTuple):
 
 
 class ComparisonResult(NamedTuple):
-    """What stands in a comparison's folder: what is to be shown of it.
+    """Contents of a comparison's folder that are to be shown.
 
     looks: the trained models' samples, each loaded when it is needed.
     budgeted: scores under small caches, if any were requested.

@@ -1,4 +1,4 @@
-"""What a model scores on a task's evaluation set."""
+"""Scores of a model on a task's evaluation set."""
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -70,7 +70,7 @@ def _score_pairs(model: PreTrainedModel, task: Task, rows: Pairs, batch: int) ->
 
 @torch.no_grad()
 def write(model: PreTrainedModel, task: Task, rows: Pairs) -> list[str]:
-    """What an encoder-decoder makes of the sources, one batch, by greedy decoding."""
+    """Generate an encoder-decoder's texts for the sources, one batch, by greedy decoding."""
     ids = model.generate(
         input_ids=rows.input_ids.to(model.device),
         attention_mask=rows.attention_mask.to(model.device),

@@ -51,7 +51,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """How a run is trained and evaluated.
+    """Options for training and evaluating a run.
 
     Arguments:
         steps, batch: optimiser steps and sequences in each.

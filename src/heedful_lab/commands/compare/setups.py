@@ -46,12 +46,12 @@ class Setup(NamedTuple):
         return self.memory_loss if name.endswith(WITH_MEMORY_LOSS) else 0.0
 
     def reports_memory(self, name: str) -> bool:
-        """Whether this mechanism can be trained with the memory loss."""
+        """Test whether this mechanism can be trained with the memory loss."""
         model = from_scratch(self.task, self.mechanism(name), self.size, 0)
         return any(isinstance(x, Layer) and x.reports_memory for x in model.modules())
 
     def evictable(self, name: str) -> bool:
-        """Whether this mechanism can be scored under small caches."""
+        """Test whether this mechanism can be scored under small caches."""
         return evictable(from_scratch(self.task, self.mechanism(name), self.size, 0))
 
 

@@ -26,7 +26,7 @@ POLICY_COLOURS = {
 
 
 class CacheExhibit(NamedTuple):
-    """Which tokens of one sequence a model's caches held after each of them.
+    """Cached tokens of one sequence after each of them.
 
     Arguments:
         policy, budget: the eviction policy, and how many tokens a layer could hold.

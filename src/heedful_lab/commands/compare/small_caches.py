@@ -39,7 +39,7 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 
 
 def evictable(model: PreTrainedModel) -> bool:
-    """Whether tokens can be evicted from the model's caches.
+    """Test whether tokens can be evicted from the model's caches.
 
     A convolution over keys or a window of pairs would see others, and summaries stand for evicted
     tokens.
@@ -75,7 +75,7 @@ def bf16_bytes(model: PreTrainedModel, length: int) -> int:
 
 
 def policy_name(eviction: Eviction, length: int) -> str:
-    """How a record calls a policy."""
+    """Name of a policy in a record."""
     return WHOLE if eviction.tokens >= length else type(eviction).__name__
 
 

@@ -1,4 +1,4 @@
-"""How a model answers: it writes on from prompts, or gives the likelihood of tokens."""
+"""Answers of a model: continuations of prompts, or the likelihood of tokens."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +33,7 @@ class Likelihood(NamedTuple):
 
 @runtime_checkable
 class Answers(Protocol):
-    """Who is evaluated."""
+    """Interface of an evaluated model."""
 
     def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
         """The greedy continuation of each prompt, at most `room` tokens."""

@@ -32,7 +32,7 @@ _MORE = 4  # tokens beyond the longest answer
 
 
 class Graded(NamedTuple):
-    """What an answer is worth: numbers by name, the answer and the expected one."""
+    """Grade of an answer: numbers by name, the answer and the expected one."""
 
     values: dict[str, float]
     reply: str | None = None

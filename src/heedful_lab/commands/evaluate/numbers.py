@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """What samples add up to: a ratio of sums in each cell, its mean over cells.
+    """Measure over samples: a ratio of sums in each cell, its mean over cells.
 
     Arguments:
         name: for readers.

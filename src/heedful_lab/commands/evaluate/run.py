@@ -141,8 +141,7 @@ def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str
 def _seconds(
     caches: dict[str, Answers], plan: EvaluationPlan, store: "AnswerStore", batch: int
 ) -> float:
-    """What the other answers of a model take after the shortest batch of each task and cache, in
-    proportion to their tokens."""
+    """Estimate a model's remaining seconds from the shortest batches, in proportion to tokens."""
     seconds = 0.0
     for cache, answers in caches.items():
         for task in dict.fromkeys(item.task for item in plan.items):
@@ -418,7 +417,7 @@ class AnswerStore:
         self._write_about()
 
     def _harness_identity(self, model: str, cache: str) -> dict:
-        """What decides its results."""
+        """Options that decide the harness's results."""
         names = ("samples", "seed", "lm_eval_tasks")
         return {"of": self.identity(model, cache)} | {x: self.about["config"][x] for x in names}
 

@@ -32,7 +32,7 @@ CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds be
 
 
 class GenerationResult(NamedTuple):
-    """What came out, and what it took.
+    """Result of a generation, and its cost.
 
     text: without the prompt.
     prompt, tokens: how many were read and written.
@@ -187,7 +187,7 @@ def _read(model: PreTrainedModel, ids: Int[Tensor, "1 T"], cache: KVCache, chunk
 
 
 def prompt_chunk(cache: KVCache) -> int | None:
-    """How many tokens of the prompt come at a time: pieces where a budget would be exceeded."""
+    """Number of the prompt's tokens per call: pieces where a budget would be exceeded."""
     policies = _policies(cache)
     # SnapKV keeps what the end of the prompt attends to, so it needs the whole prompt at once.
     whole = not policies or any(isinstance(policy, SnapKV) for policy in policies)

@@ -1,4 +1,4 @@
-"""What a page about one text holds, as plain arrays: of every map's rows only what is largest."""
+"""Data of a page about one text, as plain arrays: of every map's rows only the largest entries."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _MIXINGS = ("mix", "post_mix")
 
 
 class PageData(NamedTuple):
-    """What is shown of a text.
+    """Data that a page shows of a text.
 
     about: names, sizes and the text, ready for JSON.
     arrays: by name; those of layer l begin with `l/`. Of the n-th map of a layer, where H is heads
@@ -100,7 +100,7 @@ def page_data(
 
 
 def layer_arrays(look: LayerLook) -> dict[str, np.ndarray]:
-    """What a page holds of one layer, by name without the layer's number."""
+    """Arrays of one layer on a page, by name without the layer's number."""
     arrays: dict[str, np.ndarray] = {}
     maps = [(step.map, step.logits) for step in look.steps] + [(look.weights, False)]
     for number, (map_, logits) in enumerate(maps):

@@ -22,7 +22,7 @@ from heedful_lab.commands.policies import policy_of, reads_budgets
 
 
 class InspectionResult(NamedTuple):
-    """What a model did with one text.
+    """Result of a model's inspection on one text.
 
     model: its name.
     mechanisms: what it was converted to, with the layers of each.
@@ -114,7 +114,7 @@ def _tokens(
 
 
 def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
-    """What each token stands for; white space that tokenizers leave out goes to the next one."""
+    """Text of each token; white space that tokenizers leave out belongs to the next one."""
     if not getattr(tokenizer, "is_fast", False):
         return [tokenizer.decode([token]) for token in ids]
     encoding = tokenizer(text, return_offsets_mapping=True)

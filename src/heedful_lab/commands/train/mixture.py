@@ -1,4 +1,4 @@
-"""What a run reads: texts, conversations and generated facts, each with its share."""
+"""Data of a run: texts, conversations and generated facts, each with its share."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ _MOST_FACTS = 1 << 14  # texts with facts; a longer run reads them again
 
 
 class Mixture(NamedTuple):
-    """What a run trains and is evaluated on.
+    """Data that a run trains and is evaluated on.
 
     files: to train on.
     weights: how many sequences of each come in a row.
@@ -104,7 +104,7 @@ def _is_text(part: Part) -> bool:
 
 
 def _is_chat(part: Part) -> bool:
-    """Whether a part is a file of conversations: its first line has "messages"."""
+    """Test whether a part is a file of conversations: its first line has "messages"."""
     path = Path(part.data[0]) if part.data else Path()
     if len(part.data) != 1 or not path.is_file():
         return False
@@ -180,7 +180,7 @@ def fact_documents(
 
 
 def _chat_of(tokenizer):
-    """What spells a conversation, where the tokenizer has a template."""
+    """Function that formats a conversation, where the tokenizer has a template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)

@@ -60,7 +60,7 @@ HIDING = "selective:selector=extra,dim=16,masks=false"
 
 
 class Part(NamedTuple):
-    """What belongs together in a mixture: some of `data`, and how many sequences in a row."""
+    """Part of a mixture: some of `data`, and its number of sequences in a row."""
 
     data: tuple[str, ...]
     weight: int
@@ -333,7 +333,7 @@ def _is_number(value: object) -> bool:
 
 
 def run_identity(training: Training) -> dict:
-    """What makes a run this run, as JSON: all but what is harmless to change."""
+    """Identity of a run, as JSON: all but what is harmless to change."""
     names = [field.name for field in fields(training) if field.name not in ("out", *HARMLESS)]
     values = {name: getattr(training, name) for name in names}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -46,7 +46,7 @@ _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
 
 class TrainingResult(NamedTuple):
-    """What a training run came to; `parameters` are those that were trained."""
+    """Result of a training run; `parameters` are those that were trained."""
 
     folder: Path
     parameters: int
@@ -112,7 +112,7 @@ class _RunParts(NamedTuple):
 
 
 def _finished(out: Path, options: Training) -> TrainingResult | None:
-    """What a folder's run came to, if it has ended; raises if another run made the folder."""
+    """Result of a folder's run, if it has ended; raises if another run made the folder."""
     path = out / _ABOUT
     if not path.is_file():
         others = sorted(x.name for x in out.glob("*") if not x.name.startswith("."))
@@ -442,7 +442,7 @@ def _arguments(options: Training, recipe: TrainingRecipe, folder: Path) -> Train
 
 
 def formatted(result: TrainingResult) -> str:
-    """What came out, for the terminal."""
+    """Format the result for the terminal."""
     return (
         f"{result.parameters:,} parameters trained, {result.steps} steps, {result.tokens:,} "
         f"tokens in {result.seconds:,.0f} s ({result.tokens_per_second:,.0f} tokens/s): "

@@ -44,12 +44,12 @@ _BPE, _BYTES = "bpe", "bytes"
 
 
 def has_weights(name: str) -> bool:
-    """Whether MODEL is a trained model, and not a size or a configuration."""
+    """Test whether MODEL is a trained model, and not a size or a configuration."""
     return name not in SIZES and not name.endswith(".json")
 
 
 class Start(NamedTuple):
-    """What a run begins with.
+    """Objects that a run begins with.
 
     model: converted; with low-rank matrices, PEFT's wrapper of it.
     tokenizer: its own, or one that is trained here.

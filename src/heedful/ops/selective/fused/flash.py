@@ -86,7 +86,7 @@ class SelectorCall:
         self._tiles: dict[tuple[int, int], Tensor] = {}
 
     def tiles(self, rows: int, columns: int) -> Int[Tensor, "B Hs blocks key_blocks"]:
-        """What each tile holds: 0 nothing visible, 1 something, 2 no entry to mask."""
+        """Contents of each tile: 0 nothing visible, 1 something, 2 no entry to mask."""
         if (rows, columns) not in self._tiles:
             shape = self.lines, -(-self.queries // rows), -(-self.keys // columns)
             tiles = self.tensors[0].new_empty(shape, dtype=torch.int8)
@@ -170,7 +170,7 @@ class Inputs(NamedTuple):
 def _head_sizes(
     q: Tensor, k: Tensor, v: Tensor, selectors: int, launch: TileLaunch
 ) -> dict[str, int]:
-    """What the kernels with heads take by name."""
+    """Sizes for the kernels with heads, by name."""
     group = q.shape[1] // k.shape[1]
     return {
         "heads": q.shape[1], "PER_SELECTOR": q.shape[1] // selectors, "GROUP": group,
@@ -199,7 +199,7 @@ def _accumulate(
 def _with_weight(
     call: SelectorCall, launch: TileLaunch, limit: Tensor | None, bases: Tensor
 ) -> Tensor:
-    """What each tile of a launch holds, 0 also where no weight is above zero (with a limit)."""
+    """Contents of each tile of a launch, 0 also where no weight is above zero (with a limit)."""
     tiles = call.tiles(launch.rows, launch.columns)
     if limit is None:
         return tiles
@@ -208,7 +208,7 @@ def _with_weight(
 
 
 class Forward(NamedTuple):
-    """What the forward kernels find for a piece of the queries."""
+    """Results of the forward kernels for a piece of the queries."""
 
     output: Tensor
     last: Tensor
@@ -263,7 +263,7 @@ def _fused(
     segments: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
     scale: float, skip: bool, tile: list[int], keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `Forward` holds, and F before every piece of the queries but the first.
+    """Fields of `Forward`, and F before every piece of the queries but the first.
 
     With `keep` all that the backward needs is kept.
     """

@@ -31,7 +31,7 @@ def survey_kernel(
     segments, first, row_stride, tiles, queries, keys,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What each tile holds: 0 nothing visible, 1 something, 2 it is clear: no entry to mask.
+    """Classify each tile: 0 nothing visible, 1 something, 2 it is clear: no entry to mask.
 
     Programs (key block, query block, row of `segments`).
     """

@@ -1,4 +1,4 @@
-"""What the fused kernels of selective attention take, and how they are cut; free of Triton."""
+"""Limits of selective attention's fused kernels, and their tiles; free of Triton."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class TileLaunch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the kernels of one call are cut.
+    """Tiles of the kernels of one call.
 
     All have tiles of the same number of queries but `key_gradients`, which takes a whole fraction.
     """
@@ -117,7 +117,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Whether this is an H100 or one like it."""
+    """Test whether this is an H100 or one like it."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -1,4 +1,4 @@
-"""What the fused kernels of selective attention share: one tile of S and F.
+"""Helpers of selective attention's fused kernels: one tile of S and F.
 
 A tile is `[queries, keys]`, or `[keys, queries]` in the kernels that own keys (`TRANSPOSED`): there
 the weights leave one dot in the layout in which the next one takes them.
@@ -48,7 +48,7 @@ def visit(order, n):
 def tile_visible(
     i, j, segments, row_stride, batch, keys, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """Whether the query tokens i see the key tokens j, both counted among the keys."""
+    """Test whether the query tokens i see the key tokens j, both counted among the keys."""
     SEGMENTS: tl.constexpr = segments is not None
     visible = visible_tile(segments, row_stride, batch, i, j, keys, True, WINDOW, SEGMENTS)
     return tl.trans(visible) if TRANSPOSED else visible
@@ -56,7 +56,7 @@ def tile_visible(
 
 @triton.jit
 def can_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.constexpr):
-    """Where i may hide j: it sees j, j is not itself, j is not a protected first token."""
+    """Test whether i may mask j: it sees j, j is not itself, j is not a protected first token."""
     if TRANSPOSED:
         i, j = i[None, :], j[:, None]
     else:
@@ -158,7 +158,7 @@ def tile_penalty(
     hiding, base, scale, like, i, j, clear, segments, row_stride, batch, keys,
     WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What is taken off the logits, in base two: F, or infinity where nothing is visible."""
+    """Penalty on the logits, in base two: F, or infinity where nothing is visible."""
     penalty = tile_f(hiding, base * LOG2E, scale * LOG2E, like, TRANSPOSED)
     if not clear:
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
