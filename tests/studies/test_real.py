@@ -20,6 +20,7 @@ from heedful_lab.commands.models import open_model
 from heedful_lab.records.samples import Sample
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
+from helpers.unconverted import beside
 
 
 @pytest.fixture
@@ -149,6 +150,33 @@ KINDS = {
 @pytest.mark.parametrize("word", KINDS)
 def test_the_kind_of_a_token(word):
     assert importlib.import_module("benchmarks.real.kept").kind_of(word) == KINDS[word]
+
+
+def test_batches_stand_beside_as_many_requests_and_as_many_bytes(study, monkeypatch):
+    ranked = beside(stock_model("base"))
+    heedful.save_adapter(ranked, "ranked", base="base")
+    policy = MostHidden(tokens=(30,) * ranked.config.num_hidden_layers)
+    write_budgets(Path("ranked/budgets.json"), policy, ranked, {})
+    arguments = "base ranked --length 128 --tokens 32 --slack 4 --requests 1 3 --rounds 2"
+    arguments += " --decoded 6 --chunk 32 --out batches.jsonl"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.real.batches", *arguments.split()])
+    importlib.import_module("benchmarks.real.batches").main()
+    lines = [json.loads(line) for line in Path("batches.jsonl").read_text().splitlines()]
+    config = stock_model("base").config
+    per_token = 2 * config.num_hidden_layers * config.hidden_size * 4  # all heads have keys
+    per_token = per_token * config.num_key_value_heads // config.num_attention_heads
+    for count in (1, 3):
+        own, *small = [x for x in lines if x["beside"] == count]
+        assert (own["policy"], own["requests"]) == ("own", count)
+        assert own["nbytes"] == count * 128 * per_token
+        for policy in ("streaming-llm", "by-layer"):
+            alike, many = [x for x in small if x["policy"] == policy]
+            assert alike["requests"] == count < many["requests"]
+            one = alike["nbytes"] / count
+            assert many["nbytes"] <= own["nbytes"] < many["nbytes"] + 1.01 * one
+    for x in lines:
+        assert x["tokens_per_second"] == pytest.approx(x["requests"] / x["step_ms"] * 1e3)
+        assert len(x["rounds"]) == 2
 
 
 def test_each_setting_is_scored_once_against_the_whole_cache(study):
