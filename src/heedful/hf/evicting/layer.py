@@ -53,6 +53,7 @@ class EvictingLayer(CacheLayerMixin):
     parts = ("_keys", "_values", "batch", "dtype")
     is_compileable = False
     is_sliding = False
+    sealed = False  # whether shapes no longer change (static.py)
     is_croppable = True
 
     def __init__(
@@ -367,7 +368,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def _whole(self) -> int:
-        total, window = self.map.counters.total, self.map.window
+        total, window = self.counters.total, self.map.window
         return total if window is None else min(total, window - 1)
 
     def _measure(self, copied: int = 0) -> None:
