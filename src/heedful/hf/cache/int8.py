@@ -137,6 +137,11 @@ class Int8Slots:
         self._codes.take(tokens._codes, keep, limit)
         self._scales.take(tokens._scales, keep, limit)
 
+    def fill(self, room: int) -> None:
+        """Use all slots of buffers of `room` tokens, as `Slots.fill`."""
+        for slots in (self._codes, self._scales):
+            slots.fill(room)
+
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffers by a function of them, such as a choice of sequences."""
         for slots in (self._codes, self._scales):

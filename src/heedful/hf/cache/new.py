@@ -27,7 +27,7 @@ from heedful.hf.cache.owner import Reference
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.evicting.hook import install
 from heedful.hf.evicting.layer import EvictingLayer
-from heedful.hf.evicting.new import decoder_modules, evicting_layers
+from heedful.hf.evicting.new import check_static, decoder_modules, evicting_layers
 from heedful.hf.evicting.proof import prove
 from heedful.hf.family.modules import attends_twice, attention_modules, parameter_device
 from heedful.nn import Layer
@@ -156,6 +156,7 @@ def new_cache(
     eviction: Eviction | Literal[False] | None = None,
     *,
     slack: int = 0,
+    static: bool = False,
     dtype: torch.dtype | None = None,
     offloading: bool = False,
     verify: bool = True,
@@ -175,6 +176,10 @@ def new_cache(
         slack: how many tokens more than its budget's a layer may cache before it evicts all of
             these at once; a query then attends to at most `tokens + slack`. Only of a model that is
             not converted.
+        static: make tensors of `tokens + slack` slots whose shapes never change, so that a decoded
+            token is one graph of `torch.compile` for any length. Only of a model that is not
+            converted, under a policy that reads no attention weights and has a budget for every
+            layer without a window of its own.
         dtype: `torch.int8` quantizes tokens to eight bits per number; by default they stay as the
             model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
@@ -203,11 +208,23 @@ def new_cache(
         )
     policy = _policy(model, eviction)
     check_whole("slack", slack, 0)
+    if not isinstance(static, bool):
+        raise UserError(f"static must be True or False, got {static!r}")
+    if static and offloading:
+        raise UserError(
+            "static must be False with offloading=True, which moves tensors that a compiled graph "
+            "would look for; leave one of them out"
+        )
     if not attention or not attention[0].heedful.host.attends:
-        return _unconverted(model, policy, slack, int8, offloading, verify)
+        return _unconverted(model, policy, slack, static, int8, offloading, verify)
     if slack:
         raise UserError(
             f"slack must be 0 for a converted model, got {slack}; it is for models as they are"
+        )
+    if static:
+        raise UserError(
+            "static must be False for a converted model, whose cache grows; it is for models as "
+            "they are"
         )
     layers = stock_layers(model)
     places = cache_places(attention, layers)
@@ -227,6 +244,7 @@ def _unconverted(
     model: nn.Module,
     policy: Eviction | None,
     slack: int,
+    static: bool,
     int8: bool,
     offloading: bool,
     verify: bool,
@@ -241,12 +259,14 @@ def _unconverted(
             f"{', '.join(others)}, which a cache of heedful cannot replace; leave cache out"
         )
     windows = [getattr(layers[index], "sliding_window", None) for index in places]
+    if static:
+        check_static(model, modules, policy)
+    budgets, meter = layer_budgets(policy, modules, model), Meter()
+    parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8, static)
     observed = policy is not None and policy.observes != 0
     hooks = install(places, observed)
     if verify:
-        prove(model, places, windows, hooks, observed)
-    budgets, meter = layer_budgets(policy, modules, model), Meter()
-    parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8)
+        prove(model, places, windows, hooks, observed, static)
     for index, part in zip(places, parts, strict=True):
         layers[index] = part
     cache = KVCache(layers, meter, offloading)

@@ -24,6 +24,7 @@ class Slots:
         self.start = self.length = 0
         self.replaced = 0  # bytes of the buffer that the newest `append` has replaced
         self._own = False  # whether nobody else has this tensor
+        self._filled = False  # whether `fill` has made it, for calls in any mode
 
     @property
     def own(self) -> bool:
@@ -160,7 +161,8 @@ class Slots:
 
     def put(self, slots: Int[Tensor, "#B 1"], new: Shaped[Tensor, "B H 1 D"]) -> None:
         """Replace the token in one slot of each sequence; nothing is copied or resized."""
-        if not self._own or (self.buffer.is_inference() and self._shared):
+        # A compiled graph cannot know whether a tensor is of inference mode.
+        if not self._filled and (not self._own or (self.buffer.is_inference() and self._shared)):
             self._resize(self.buffer.shape[2])
         if slots.shape[0] == 1:
             self.buffer.index_copy_(2, slots[0] + self.start if self.start else slots[0], new)
@@ -188,7 +190,7 @@ class Slots:
             keep: their slots, in the order that they have here.
             limit: for how many tokens a new buffer has room, `m` by default.
         """
-        source, length = tokens.contents, keep.shape[1]
+        source, length, self._filled = tokens.contents, keep.shape[1], False
         batch, heads, _, dim = source.shape
         if self._shared or self.buffer is None or self.buffer.shape[2] < length:
             self.buffer = source.new_empty(batch, heads, max(length, limit or 0), dim)
@@ -199,6 +201,21 @@ class Slots:
         else:
             kept = source.gather(2, keep[:, None, :, None].expand(batch, heads, -1, dim))
         self.contents.copy_(kept)
+
+    def fill(self, room: int) -> None:
+        """Use all slots of a buffer of `room` tokens; those without a token are zero.
+
+        A compiled graph may change it, in inference mode or not.
+        """
+        old, length = self.contents, self.length
+        if not self._own or self.start or old.is_inference() or self.buffer.shape[2] != room:
+            batch, heads, _, dim = old.shape
+            with torch.inference_mode(False):
+                self._take(old.new_empty(batch, heads, room, dim), own=True)
+            self.buffer[:, :, :length] = old
+        self.buffer[:, :, length:] = 0
+        self.length, self._filled = room, True
+        torch._dynamo.mark_static_address(self.buffer)  # as CUDA graphs need
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffer by a function of it, such as a choice of sequences."""

@@ -83,12 +83,31 @@ class Hiding:
         own, sums = torch.arange(total - count, total, device=at.device)[:, None], 0.0
         for first in range(0, count, _BLOCK):
             rows = slice(first, first + _BLOCK)
-            hiding = (queries.contents[:, 0, rows] @ keys[:, 0].mT).to(f.buffer.dtype)
-            hiding.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own[rows], 0)
-            sums = sums + hiding.sum(1)
+            dtype = f.buffer.dtype
+            sums = sums + self.of(queries.contents[:, 0, rows], keys[:, 0], at, own[rows], dtype)
         f.replace(f.contents + sums[:, None, :, None])
         self.reset()
         return count > 1
+
+    def of(
+        self,
+        queries: Float[Tensor, "B m Ds"],
+        keys: Float[Tensor, "B n Ds"],
+        at: Int[Tensor, "B n"],
+        own: Int[Tensor, "m 1"] | Int[Tensor, ""],
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "B n"]:
+        """The sum over queries of what each hides of the tokens before it.
+
+        Arguments:
+            queries: at the positions `own`.
+            keys: of the tokens at the positions `at`.
+            at, own: see there.
+            dtype: of the sum.
+        """
+        hiding = (queries @ keys.mT).to(dtype)
+        hiding.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own, 0)
+        return hiding.sum(1)
 
     def drop_last(self, count: int) -> None:
         """Drop the queries of the newest tokens."""

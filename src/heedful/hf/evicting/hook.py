@@ -19,7 +19,9 @@ from heedful.checks import UserError
 from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.evicting.observing import forget, observe
+from heedful.hf.evicting.static import StaticLayer
 from heedful.hf.evicting.step import Step
+from heedful.hf.family.call import see_themselves
 from heedful.hf.family.projections import NAME
 from heedful.hf.versions import cache_name
 
@@ -40,6 +42,7 @@ class MaskColumns:
         observed: whether the module's attention weights can be read.
         proven: the attention implementation for which the module's model was proven to be served.
         proven_observed: the one for which its attention weights were.
+        proven_static: the one for which caches were whose shapes do not change.
     """
 
     def __init__(self, index: int, name: str) -> None:
@@ -47,6 +50,7 @@ class MaskColumns:
         self.selects = self.observed = False
         self.proven: str | None = None
         self.proven_observed: str | None = None
+        self.proven_static: str | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
@@ -58,8 +62,13 @@ class MaskColumns:
         layer = cache.layers[self.index]
         if not isinstance(layer, EvictingLayer):
             return None
+        rows = None
         if layer.map.hiding is not None and self.selects:
-            layer.rows = _rows(module, args[0] if args else kwargs["hidden_states"])
+            rows = _rows(module, args[0] if args else kwargs["hidden_states"])
+        if layer.sealed and mask is not None and mask.shape[-2] == 1:
+            return args, kwargs | {"attention_mask": _static(mask, layer, rows)}
+        if rows is not None:
+            layer.rows = rows
         more = {"heedful_layer": layer} if layer.map.observes and self.observed else {}
         if mask is not None and isinstance(mask, Mask):
             more["attention_mask"] = columns(mask, layer)
@@ -140,8 +149,27 @@ def columns(mask: Mask, layer: EvictingLayer) -> Mask:
     return _chosen(mask, layer.map.at, step)
 
 
+def _static(mask: Tensor, layer: StaticLayer, rows: SelectorRows | None) -> Tensor:
+    """The mask of one token's query over all slots of a static cache.
+
+    Arguments:
+        mask: `[B, 1, 1, 1]`, whether the token sees itself.
+        layer: of the cache; the step begins with this.
+        rows: the selector's of the token, where the cache evicts by these.
+    """
+    if mask.shape[-1] != 1:
+        raise UserError(
+            f"attention_mask of one token must have one column for a static cache, got "
+            f"{tuple(mask.shape)}; leave it out, as the cache knows the padding of its prompt"
+        )
+    visible = layer.step(see_themselves(mask), rows)
+    if mask.dtype == torch.bool:
+        return visible
+    return mask.new_zeros(()).where(visible, torch.finfo(mask.dtype).min)
+
+
 def _real(mask: Mask, before: int, new: int) -> Bool[Tensor, "B m"]:
-    """Which new tokens are no padding: those that see themselves."""
+    """New tokens that are no padding: those that see themselves."""
     if isinstance(mask, BlockMask):
         row = torch.arange(new, device=_device(mask))
         rows = torch.arange(mask.shape[0], device=_device(mask))[:, None]
@@ -149,8 +177,7 @@ def _real(mask: Mask, before: int, new: int) -> Bool[Tensor, "B m"]:
         return real.expand(len(rows), new)  # a function may leave the rows out
     if mask.ndim == 2:
         return mask[:, before:].bool()
-    own = mask[:, 0, :, before:].diagonal(dim1=-2, dim2=-1)
-    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return see_themselves(mask)
 
 
 def _cut(mask: Mask, count: int) -> Mask:

@@ -53,6 +53,7 @@ class EvictingLayer(CacheLayerMixin):
     parts = ("_keys", "_values", "batch", "dtype")
     is_compileable = False
     is_sliding = False
+    sealed = False  # whether shapes no longer change (static.py)
     is_croppable = True
 
     def __init__(
@@ -77,7 +78,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def before(self) -> int:
-        """How many tokens had come before the call that this layer is at, or is to be at."""
+        """Number of tokens before the call that this layer is at, or is to be at."""
         return self.map.before(self._turn)
 
     # What transformers asks of a layer.
@@ -162,7 +163,7 @@ class EvictingLayer(CacheLayerMixin):
         return read
 
     def _read(self, step: Step, keys: Slots, values: Slots) -> tuple[Tensor, Tensor]:
-        """What attention reads; chooses what leaves after it."""
+        """Keys or values that attention reads; chooses what leaves after it."""
         read, keep = (keys.contents, values.contents), step.keep
         if self.map.observes:
             self._read_by = _Reading(step, keys, values)
@@ -247,7 +248,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether nothing is evicted until `crop`."""
+        """True if nothing is evicted until `crop`."""
         return self.map.record_past
 
     @record_past.setter
@@ -313,7 +314,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def policy(self) -> Eviction | None:
-        """What chooses the tokens to evict; `None` where only a window drops tokens, if any."""
+        """The choice of tokens to evict; `None` where only a window drops tokens, if any."""
         return None if self.map.budget is None else self.map.budget.policy
 
     @property
@@ -335,7 +336,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def length(self) -> int:
-        """How many tokens are cached."""
+        """Number of cached tokens."""
         return self.map.tokens
 
     def positions(self) -> Int[Tensor, "B n"]:
@@ -345,7 +346,7 @@ class EvictingLayer(CacheLayerMixin):
         return self.map.positions().expand(self.batch, -1)
 
     def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B 1"] | int:
-        """How many tokens of each sequence are cached; of those so far that `real` says, if any."""
+        """Number of cached tokens of each sequence; of those so far that `real` says, if any."""
         if real is None:
             return self.length
         return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
@@ -367,7 +368,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def _whole(self) -> int:
-        total, window = self.map.counters.total, self.map.window
+        total, window = self.counters.total, self.map.window
         return total if window is None else min(total, window - 1)
 
     def _measure(self, copied: int = 0) -> None:

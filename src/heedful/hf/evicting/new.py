@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from torch import nn
 
 from heedful.checks import UserError
-from heedful.eviction import Eviction
+from heedful.eviction import Eviction, Window
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.evicting.hiding import Hiding
 from heedful.hf.evicting.layer import READ, EvictingLayer
 from heedful.hf.evicting.slots import SlotMap
+from heedful.hf.evicting.static import StaticLayer, StaticMap
 from heedful.hf.family.modules import find_attention, parameter_device
 from heedful.hf.family.projections import NAME
 from heedful.hf.versions import implementation_of
 from heedful.nn import Layer
 
 _SERVED = READ | {"F"}  # needs of a policy, beside attention
+_STATIC = ("sdpa", "eager")  # implementations of attention whose masks are of queries and keys
 
 
 def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module]:
@@ -50,13 +52,13 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
 
 
 def needs_conversion(model: nn.Module, policy: Eviction | None) -> bool:
-    """Whether an ordinary model's cache needs a converted one: of encoder-decoders, or for what
-    the policy reads."""
+    """Test whether a cache needs a converted model: of encoder-decoders, or for what the policy
+    reads."""
     return model.config.is_encoder_decoder or bool(_not_served(policy))
 
 
 def _not_served(policy: Eviction | None) -> list[str]:
-    """What a policy reads that the cache of an unconverted model does not have."""
+    """Needs of a policy that the cache of an unconverted model does not have."""
     needs = () if policy is None else policy.needs
     return [x for x in needs if x not in _SERVED and not isinstance(x, tuple)]
 
@@ -68,6 +70,7 @@ def evicting_layers(
     slack: int,
     meter: Meter,
     int8: bool = False,
+    static: bool = False,
 ) -> list[EvictingLayer]:
     """The cache's layer of every attention module.
 
@@ -78,22 +81,84 @@ def evicting_layers(
         slack: how many tokens more may be cached between two evictions.
         meter: counts the whole cache's bytes.
         int8: whether tokens are kept in eight bits per number.
+        static: whether shapes never change once there are tokens.
     """
     maps: dict[object, SlotMap] = {}
-    layers = []
+    layers: list[EvictingLayer] = []
     for module, budget, window in zip(modules, budgets, windows, strict=True):
         if budget is not None and window is not None and window <= budget.tokens:
             budget = None  # the window alone never keeps more
+        room = slack
+        if static and budget is None:
+            budget, room = _of_window(window, module), 0
         if budget is not None and window is not None:
             _check_flash(module)
-        same = (None if budget is None else budget.tokens, window, parameter_device(module))
+        device = parameter_device(module)
+        same = (None if budget is None else budget.tokens, window, room, device)
         own = budget is not None and bool(budget.policy.needs)
         key = len(layers) if own else same
         first = key not in maps
         hiding = _hiding(module) if own and "F" in budget.policy.needs else None
-        slot_map = maps.setdefault(key, SlotMap(budget, window, slack, hiding))
-        layers.append(EvictingLayer(module.layer_idx, slot_map, first, meter, int8))
+        kind = StaticMap if static else SlotMap
+        slot_map = maps.setdefault(key, kind(budget, window, room, hiding))
+        kind = StaticLayer if static else EvictingLayer
+        layers.append(kind(module.layer_idx, slot_map, first, meter, int8))
+    if static:
+        for layer in {layer.map: layer for layer in layers}.values():
+            layer.last = True
     return layers
+
+
+def check_static(model: nn.Module, modules: Sequence[nn.Module], policy: Eviction | None) -> None:
+    """Raise unless a cache of fixed shapes can serve the model under the policy.
+
+    Arguments:
+        model: unconverted.
+        modules: its attention modules.
+        policy: of the cache.
+
+    Raises:
+        ValueError: it cannot; the message says what can.
+    """
+    without = "make the cache with static=False"
+    name = type(policy).__name__
+    if policy is not None and policy.observes != 0:
+        raise UserError(
+            f"static: {name} reads attention weights, which a static cache does not; take a policy "
+            f"such as StreamingLLM, KeyDiff or MostHidden, or {without}"
+        )
+    if policy is not None and policy.keep_prompt:
+        raise UserError(
+            f"static: {name} has keep_prompt=True, which a static cache does not serve; {without}"
+        )
+    if getattr(getattr(model, "_heedful", None), "after_eviction", None) is not None:
+        raise UserError(
+            "static: the model has low-rank matrices whose strength changes as tokens are evicted, "
+            f"which a static cache does not serve; {without}"
+        )
+    config = model.config.get_text_config(decoder=True)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(
+            f"static: {type(model).__name__} has layers of chunked attention, which a static cache "
+            f"does not serve; {without}"
+        )
+    for module in modules:
+        implementation = implementation_of(module.config)
+        if implementation not in _STATIC:
+            raise UserError(
+                f"static: the attention implementation must be one of {', '.join(_STATIC)}, got "
+                f"{implementation!r}; model.set_attn_implementation('sdpa'), or {without}"
+            )
+
+
+def _of_window(window: int | None, module: nn.Module) -> Budget:
+    """The budget of a layer of a static cache that caches its window and no more."""
+    if window is None:
+        raise UserError(
+            f"static: layer {module.layer_idx} has no budget and keeps every token; give "
+            "new_cache a policy with tokens for each layer, or make the cache with static=False"
+        )
+    return Budget(Window(tokens=window, sinks=0, recent=0), window)
 
 
 def _selectors(module: nn.Module, policy: Eviction) -> Layer:
@@ -108,7 +173,7 @@ def _selectors(module: nn.Module, policy: Eviction) -> Layer:
 
 
 def _hiding(module: nn.Module) -> Hiding:
-    """What adds up F by the selectors beside a module."""
+    """The sum F by the selectors beside a module."""
     layer = getattr(module, NAME)
     scale = getattr(module, "scaling", layer.shape.dim**-0.5)
     return Hiding(scale, layer.keeps_first)

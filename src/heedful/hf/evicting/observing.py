@@ -136,7 +136,7 @@ def attention_received(
 
 
 def weights(call: AttentionCall, start: int, stop: int) -> Float[Tensor, "B H m n"]:
-    """What some of the queries give each token, but later ones where there is no mask.
+    """Weights of some queries on each token, but later ones where there is no mask.
 
     The logits are in the model's precision and the softmax in fp32, as in the reference of
     standard attention.

@@ -46,6 +46,7 @@ def prove(
     windows: Sequence[int | None],
     hooks: Sequence[MaskColumns],
     observed: bool,
+    static: bool = False,
 ) -> None:
     """Raise unless an evicting cache serves the model; once for each model and implementation.
 
@@ -55,6 +56,7 @@ def prove(
         windows: how far back each one's queries see; `None` for all tokens.
         hooks: of the modules; they note the result.
         observed: whether attention weights are to be read.
+        static: whether the cache's shapes are not to change.
 
     Raises:
         ValueError: the results differ, or the model cannot be run on token ids alone.
@@ -62,7 +64,9 @@ def prove(
     modules = list(places.values())
     implementation = implementation_of(modules[0].config) or ""
     proven = all(hook.proven == implementation for hook in hooks)
-    if proven and (not observed or all(x.proven_observed == implementation for x in hooks)):
+    observed = observed and any(hook.proven_observed != implementation for hook in hooks)
+    static = static and any(hook.proven_static != implementation for hook in hooks)
+    if proven and not observed and not static:
         return
     if any(p.device.type == "meta" for p in model.parameters()):
         raise _unproven(model, "its weights are on meta, and nothing can be computed")
@@ -75,6 +79,10 @@ def prove(
             _prove_weights(model, run, modules, windows)
             for hook in hooks:
                 hook.proven_observed = implementation
+        if static:
+            _prove_static(model, run, modules, windows, budget)
+            for hook in hooks:
+                hook.proven_static = implementation
         if proven:
             return
         try:
@@ -105,6 +113,26 @@ def prove(
             raise _unproven(model, "under a budget its outputs differ from the definition's")
     for hook in hooks:
         hook.proven = implementation
+
+
+def _prove_static(
+    model: PreTrainedModel,
+    run: Callable[[Cache], Tensor],
+    modules: list[nn.Module],
+    windows: Sequence[int | None],
+    budget: Budget,
+) -> None:
+    """Raise unless a cache whose shapes do not change gives what one gives whose shapes do."""
+    budgets, results = [budget] * len(modules), []
+    try:
+        for static in (False, True):
+            layers = evicting_layers(modules, budgets, windows, 0, Meter(), static=static)
+            results.append(run(Cache(layers=layers)))
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _unproven(model, f"{type(error).__name__}: {error}") from error
+    sound = results[0].isfinite().all(1)
+    if not sound.any() or not _close(results[1][sound], results[0][sound]):
+        raise _unproven(model, "its outputs with a static cache differ from those with others")
 
 
 def _prove_weights(
@@ -170,7 +198,7 @@ def _logits(
 
 
 def _shown(real: Bool[Tensor, "2 T"], window: int | None) -> Bool[Tensor, "2 1 T T"]:
-    """Which tokens are cached when each token is read, by the rule of the policy."""
+    """Cached tokens when each token is read, by the rule of the policy."""
     shown = torch.zeros(2, 1, _TOKENS, _TOKENS, dtype=torch.bool)
     for row, is_real in enumerate(real.tolist()):
         first, cached, total = is_real.index(True), [], 0
@@ -188,7 +216,7 @@ def _shown(real: Bool[Tensor, "2 T"], window: int | None) -> Bool[Tensor, "2 1 T
 def _order(
     is_real: list[bool], first: int, total: int, window: int | None, j: int
 ) -> tuple[int, int]:
-    """When a token leaves: what nobody sees at once, protected ones never, of others the oldest."""
+    """Order of eviction: what nobody sees at once, protected ones never, of others the oldest."""
     if not is_real[j] or (window is not None and j <= total - window):
         return 0, j
     protected = j < first + _POLICY.sinks or j >= total - _POLICY.recent

@@ -1,4 +1,4 @@
-"""Which token is in which slot, for all layers of a cache that evict the same ones.
+"""The slot of each token, for all layers of a cache that evict the same ones.
 
 A policy that reads positions alone evicts the same tokens in every layer with the same budget, so
 one map serves them all: what the first layer of a call decides, the others repeat. A policy that
@@ -23,7 +23,7 @@ from heedful.hf.cache.budget import Budget, scores_add_up
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.hiding import Hiding, SelectorRows
-from heedful.hf.evicting.step import Reader, Step
+from heedful.hf.evicting.step import Reader, Step, in_order, interrupted
 
 _NEVER = 2**62  # position of the first real token of a sequence that has none yet
 
@@ -96,7 +96,7 @@ class SlotMap:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are cached."""
+        """Number of cached tokens."""
         if self.budget is None:
             window = self.length if self.window is None or self.record_past else self.window - 1
             return min(self.length, window)
@@ -122,20 +122,20 @@ class SlotMap:
             self._result = act(*arguments)
             self._turn += 1
         elif turn != self._turn - 1:
-            raise _interrupted()
+            raise interrupted()
         return self._result
 
     def check_turn(self, turn: int) -> None:
         """Raise unless a layer's turn is the next one, as between two calls."""
         if turn != self._turn:
-            raise _interrupted()
+            raise interrupted()
 
     def before(self, turn: int) -> int:
-        """How many tokens had come before a layer's turn, which may have begun."""
+        """Number of tokens before a layer's turn, which may have begun."""
         if turn == self._turn:
             return self.counters.total
         if turn != self._turn - 1 or not isinstance(self._result, Step):
-            raise _interrupted()
+            raise interrupted()
         return self._result.before
 
     # A call.
@@ -147,7 +147,7 @@ class SlotMap:
         device: torch.device,
         rows: SelectorRows | None = None,
     ) -> Step:
-        """What a call of so many new tokens does to the slots.
+        """Plan a call of so many new tokens.
 
         Arguments:
             new: how many tokens come.
@@ -170,7 +170,9 @@ class SlotMap:
         self.counters.add(new)
         self.counters.pending = 0
         if self.budget is None:
-            return self._begin_in_order(new, before, device)
+            window = None if self.record_past else self.window
+            step, self.length = in_order(window, self.length, new, before, device)
+            return step
         evicted = self.holes
         if evicted is None and not self.record_past and self.length > self._most:
             evicted = self._lowest(before)  # of tokens that could have been taken back
@@ -277,16 +279,6 @@ class SlotMap:
             self._streams[name].take(joined, keep, self.limit)
         self.length = keep.shape[1]
         return keep
-
-    def _begin_in_order(self, new: int, before: int, device: torch.device) -> Step:
-        """The step of layers that cache the newest tokens in order."""
-        keeps = self.window is not None and not self.record_past
-        drop = max(0, self.length - (self.window - 1)) if keeps else 0
-        read = self.length - drop + new
-        joined = keeps and new > 1 and read > self.window - 1
-        self.length = self.window - 1 if joined else read
-        keep = torch.arange(read - self.length, read, device=device)[None] if joined else None
-        return Step(new, before, read, drop=drop, joined=joined, keep=keep)
 
     def _place(
         self,
@@ -416,15 +408,16 @@ class SlotMap:
         """The slots of the tokens to evict, by the policy's scores."""
         windows = () if self.window is None else (self.window,)
         first = self.hiding is not None and self.hiding.keeps_first
-        protection = Protection(cached.total, self.counters.prompt, first, windows, padding)
         policy, at = self.budget.policy, cached.positions
+        prompt = self.counters.prompt if policy.keep_prompt else 0
+        protection = Protection(cached.total, prompt, first, windows, padding)
         return gather.slots_to_evict(score, at, policy, self.budget.tokens, protection)
 
     # Between calls.
 
     @property
     def fresh(self) -> int:
-        """How many of the newest tokens can be taken back: what they made leave is still there."""
+        """Number of the newest tokens that can be taken back: what they evicted is still there."""
         if self.observes:
             return 0  # scores have what they attended to
         if self.budget is not None or self.length == self.counters.total:
@@ -502,10 +495,3 @@ class SlotMap:
         if self.holes is not None:
             at = at.gather(1, gather.moves(self.holes, self.length).keep.expand(len(at), -1))
         return at.sort(1).values
-
-
-def _interrupted() -> UserError:
-    return UserError(
-        "the cache was left in the middle of a call that was interrupted, and its layers do not "
-        "agree; call its reset(), or make one with heedful.new_cache(model)"
-    )

@@ -2,14 +2,16 @@
 
 from typing import NamedTuple, Protocol
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.eviction.gather import Moves
 
 
 class Step(NamedTuple):
-    """What a call does to the slots of every layer of a map.
+    """The changes that a call makes to the slots of every layer of a map.
 
     new: how many tokens come.
     before: how many have come before them.
@@ -35,7 +37,7 @@ class Step(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether attention reads all tokens that have come, which are in order then."""
+        """True if attention reads all tokens so far, which are in order then."""
         return self.read == self.before + self.new
 
 
@@ -45,3 +47,35 @@ class Reader(Protocol):
     index: int
     keys: Float[Tensor, "B Hk n D"] | None
     values: Float[Tensor, "B Hk n Dv"] | None
+
+
+def in_order(
+    window: int | None, length: int, new: int, before: int, device: torch.device
+) -> tuple[Step, int]:
+    """The step of layers that cache the newest tokens in order.
+
+    Arguments:
+        window: how far back queries see; `None` where nothing leaves.
+        length: how many tokens are cached.
+        new: how many tokens come.
+        before: how many have come before them.
+        device: of the keys.
+
+    Returns:
+        The step, and how many slots are in use after it.
+    """
+    keeps = window is not None
+    drop = max(0, length - (window - 1)) if keeps else 0
+    read = length - drop + new
+    joined = keeps and new > 1 and read > window - 1
+    left = window - 1 if joined else read
+    keep = torch.arange(read - left, read, device=device)[None] if joined else None
+    return Step(new, before, read, drop=drop, joined=joined, keep=keep), left
+
+
+def interrupted() -> UserError:
+    """The error of layers that were not all called."""
+    return UserError(
+        "the cache was left in the middle of a call that was interrupted, and its layers do not "
+        "agree; call its reset(), or make one with heedful.new_cache(model)"
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Real
+from jaxtyping import Bool, Float, Int, Real, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import is_tracing
@@ -93,6 +93,10 @@ class ReadCall(NamedTuple):
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             return  # the model around this one has read its call, and made the masks
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            # Generate makes it of the padding for a static cache; else it may say anything.
+            static = getattr(cache_among(arguments), "is_compileable", False)
+            mask = see_themselves(mask).int() if static else None
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         sources = (
             mask,
@@ -135,6 +139,12 @@ class ForgetCall(NamedTuple):
             setattr(cache, _PACKED, True)
 
 
+def see_themselves(mask: Shaped[Tensor, "B H T n"]) -> Bool[Tensor, "B T"]:
+    """The newest tokens that attend to themselves, by a mask or by what is added to logits."""
+    own = mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=-2, dim2=-1)
+    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+
+
 def require(condition: Tensor, message: str) -> None:
     """Raise unless this holds; a compiled or exported model raises when it runs."""
     if is_tracing(condition):
@@ -157,6 +167,7 @@ def _read(
             "from one document per row"
         )
     cached, positions = _cached_tokens(arguments), arguments.get("position_ids")
+    cached = isinstance(cached, Tensor) or cached > 0  # a tensor is of a static cache with tokens
     positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
     step = cached and positions is not None and positions.shape[1] == 1
     starts = None
@@ -191,7 +202,7 @@ def _values(questions: Sequence[Bool[Tensor, ""]]) -> list[bool | None]:
 
 
 def _starts(
-    positions: Int[Tensor, "#B T"], mask: Int[Tensor, "B n"] | None, cached: int
+    positions: Int[Tensor, "#B T"], mask: Int[Tensor, "B n"] | None, cached: bool
 ) -> Bool[Tensor, "B T"]:
     """Mark the new tokens that start a document after another one."""
     tokens = positions.shape[1]
@@ -220,8 +231,8 @@ def _positions(arguments: dict) -> Int[Tensor, "#B T"] | None:
     return (torch.arange(tokens.shape[1], device=tokens.device) + _cached_tokens(arguments))[None]
 
 
-def _cached_tokens(arguments: dict) -> int:
-    """Number of tokens that the cache has seen."""
+def _cached_tokens(arguments: dict) -> Int[Tensor, ""] | int:
+    """Number of tokens that the cache has seen; of a static cache a tensor, once there are some."""
     cache = cache_among(arguments)
     return 0 if cache is None else cache.get_seq_length()
 
