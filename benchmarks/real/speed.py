@@ -5,9 +5,10 @@ prompt is of arbitrary tokens; where tokens are evicted it comes in chunks, as i
 
     python -m benchmarks.real.speed smollm2 adapters/smollm2-135m-evict --out runs/speed.jsonl
 
-With `--settings` the ways are those named, each MODEL=POLICY,TOKENS, with `,int8` and `,slack=N`
-behind it or without, beside the base as it comes. Adapters that rank stand beside the base's own
-attention. A budget with slack is less by half of it, so that as many tokens are cached on average.
+With `--settings` the ways are those named, each MODEL=POLICY,TOKENS, with `,int8`, `,slack=N` and
+`,static` (a static cache, whose steps are compiled) behind it or without, beside the base as it
+comes. Adapters that rank stand beside the base's own attention. A budget with slack is less by half
+of it, so that as many tokens are cached on average.
 """
 
 import argparse
@@ -45,13 +46,16 @@ class Way(NamedTuple):
     chunk: int
     network: PreTrainedModel
     cache: Callable[[], Cache]
+    compiled: bool = False  # a decoded token, by torch.compile
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
-    parser.add_argument("--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N]")
+    parser.add_argument(
+        "--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N][,static]"
+    )
     parser.add_argument("--calibration", type=Path, help="of the base, for triattention")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
@@ -118,10 +122,11 @@ def named_ways(options: argparse.Namespace, length: int) -> list[Way]:
         slack = next((int(x.removeprefix("slack=")) for x in more if x.startswith("slack=")), 0)
         cache_dtype = "int8" if "int8" in more else "auto"
         eviction = eviction_of(policy, models[name], name, int(tokens) - slack // 2, calibration)
-        dtype = cache_dtype_of(cache_dtype)
+        dtype, static = cache_dtype_of(cache_dtype), "static" in more
         return Way(
             name, policy, int(tokens), cache_dtype, slack, options.chunk, models[name],
-            lambda: new_cache(models[name], eviction, dtype=dtype, slack=slack),
+            lambda: new_cache(models[name], eviction, dtype=dtype, slack=slack, static=static),
+            static,
         )  # fmt: skip
 
     own = Way(
@@ -139,16 +144,20 @@ def measure(ways: list[Way], length: int, options: argparse.Namespace) -> list[d
     times: list[list[tuple[float, float]]] = [[] for _ in ways]
     nbytes: dict[Way, int] = {}
     bf16 = None
-    for _ in tqdm(range(options.rounds), desc=f"{length} tokens"):
+    one_by_one = {way: decoder(way) for way in ways}
+    for number in tqdm(range(-1, options.rounds), desc=f"{length} tokens"):
         for way, own in zip(ways, times, strict=True):
+            if number < 0 and not way.compiled:
+                continue  # a round that is not counted compiles
             cache = way.cache()
             begin = time.perf_counter()
             for part in ids.split(way.chunk, 1):
-                step(way, part, cache)
+                step(way, way.network, part, cache)
             first = time.perf_counter()
-            for token in ids[0, : options.decoded]:
-                step(way, token[None, None], cache)
-            own.append((first - begin, (time.perf_counter() - first) / options.decoded))
+            for token in ids[0, : options.decoded].clone():
+                step(way, one_by_one[way], token[None, None], cache)
+            if number >= 0:
+                own.append((first - begin, (time.perf_counter() - first) / options.decoded))
             if isinstance(cache, KVCache):
                 nbytes[way], bf16 = cache.nbytes, cache.bf16_nbytes
     lines = []
@@ -163,9 +172,14 @@ def measure(ways: list[Way], length: int, options: argparse.Namespace) -> list[d
     return lines
 
 
-def step(way: Way, ids: torch.Tensor, cache: Cache) -> None:
+def decoder(way: Way) -> Callable:
+    """The model as tokens are decoded with it."""
+    return torch.compile(way.network, fullgraph=True) if way.compiled else way.network
+
+
+def step(way: Way, network: Callable, ids: torch.Tensor, cache: Cache) -> None:
     """Read some tokens; the next one's logits are computed."""
-    way.network(input_ids=ids, logits_to_keep=1, **cache_argument(way.network, cache))
+    network(input_ids=ids, logits_to_keep=1, **cache_argument(way.network, cache))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,9 @@ def answers() -> str:
         nats = [n for x in r["answers"] for n in x["nats"]]
         lines.append([
             MODELS[r["model"]],
-            POLICIES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
+            POLICIES[r["policy"]]
+            + (", int8" if r["cache_dtype"] == "int8" else "")
+            + (", compiled" if r.get("compiled") else ""),
             "all" if r["tokens"] is None else f"{r['tokens']:,}",
             f"{numpy.exp(statistics.mean(nats)):.2f}",
             f"{statistics.mean(map(_repeated, replies)):.0%}",
@@ -233,7 +235,9 @@ def speed(study: str) -> str:
     lines = [
         [
             MODELS[r["model"]],
-            POLICIES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
+            POLICIES[r["policy"]]
+            + (", int8" if r["cache_dtype"] == "int8" else "")
+            + (", compiled" if r.get("compiled") else ""),
             f"{r['tokens']:,}" + (f", slack {r['slack']}" if r.get("slack") else ""),
             f"{r['chunk']:,}",
             f"{r['prompt_s']:.1f} ({r['prompt_s'] / own['prompt_s']:.1f} ×)",

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,9 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
         prompts, tokens = zip(*line["rounds"], strict=True)
         assert line["prompt_s"] == sum(prompts) / 2 and len(prompts) == 2  # the median of two
         assert line["token_ms"] == pytest.approx(1e3 * sum(tokens) / 2)
-    settings = ("base=streaming-llm,20,slack=4", "adapter=by-layer,18,int8")
+    words = ("base=streaming-llm,20,slack=4", "adapter=by-layer,18,int8")
+    settings = (*words, "base=streaming-llm,20,static")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr("benchmarks.real.speed.stock_model", stock_model)
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--settings", *settings])
     speed.main()
@@ -80,9 +83,11 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
     fields = [(x["model"], x["policy"], x["tokens"], x["cache_dtype"], x["slack"]) for x in lines]
     assert fields == [
         ("base", "own", 64, "auto", 0), ("base", "streaming-llm", 20, "auto", 4),
-        ("adapter", "by-layer", 18, "int8", 0),
+        ("adapter", "by-layer", 18, "int8", 0), ("base", "streaming-llm", 20, "auto", 0),
     ]  # fmt: skip
-    assert [x["nbytes"] is None for x in lines] == [True, False, False]
+    assert [x["compiled"] for x in lines] == [False, False, False, True]
+    assert [len(x["rounds"]) for x in lines] == [2] * 4
+    assert [x["nbytes"] is None for x in lines] == [True, False, False, False]
     assert lines[2]["nbytes"] < lines[1]["nbytes"] < 2 * lines[1]["bf16_nbytes"]
 
 
