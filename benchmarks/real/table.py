@@ -39,7 +39,7 @@ HEAD = [
     "× smaller than bf16",
 ]
 TIMES = ["ms per token", "prompt, s"]
-NEEDLES = {1024: 8, 2048: 4}  # texts at each depth, by their length
+NEEDLES = {1024: 8, 2048: 4, 8192: 4}  # texts at each depth, by their length
 SEEDS = (EVICT, "runs/evict-seed-1", "runs/evict-seed-2")
 SHORT = (
     (STOCK, "streaming-llm", 128),
@@ -86,7 +86,7 @@ def _compression(record: dict) -> str:
 def _times(record: dict) -> list[str]:
     """Milliseconds of a token and seconds of the prompt; × those of transformers' own cache."""
     same = ("model", "policy", "cache_dtype", "length", "chunk")
-    timed = [x for x in read_study("speed-rows") if not x["slack"]]
+    timed = [x for x in read_study("speed-rows") if not x["slack"] and not x.get("compiled")]
     alike = [x for x in timed if all(x[key] == record[key] for key in (*same, "tokens"))]
     if not alike:
         return ["–", "–"]
@@ -250,6 +250,27 @@ def speed(study: str) -> str:
     return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
+def batches() -> str:
+    """Tokens per second of many requests, beside transformers' own cache of the same bytes."""
+    records = read_study("batches")
+    owns = {r["beside"]: r for r in records if r["policy"] == "own"}
+    lines = [
+        [
+            MODELS[r["model"]],
+            POLICIES[r["policy"]],
+            f"{r['tokens']:,}" + (f", slack {r['slack']}" if r["slack"] else ""),
+            str(r["requests"]),
+            f"{r['nbytes'] / 1e6:.0f}",
+            f"{r['step_ms']:.0f}",
+            f"{r['tokens_per_second']:.0f} "
+            f"({r['tokens_per_second'] / owns[r['beside']]['tokens_per_second']:.1f} ×)",
+        ]
+        for r in records
+    ]
+    head = [*HEAD[:3], "requests", "cache, MB", "ms per step", "tokens per second of all"]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
 def kept_kinds() -> str:
     """Rate at which tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
     records = read_study("kept")
@@ -393,6 +414,8 @@ BLOCKS = {
     "real-earlier": real_earlier,
     "real-2048": lambda: real_cache("2048"),
     "real-4096": lambda: real_cache("4096"),
+    "real-8192": lambda: real_cache("8192"),
+    "real-batches": batches,
     "real-gemma": lambda: real_cache("gemma"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
