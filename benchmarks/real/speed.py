@@ -27,7 +27,6 @@ from benchmarks.real.run import eviction_of
 from heedful import stock_model
 from heedful.files import write_lines
 from heedful.hf.cache.new import KVCache, new_cache
-from heedful.hf.calibration import read_calibration
 from heedful.hf.versions import cache_argument
 from heedful_lab.commands.models import open_model
 from heedful_lab.commands.policies import cache_dtype_of
@@ -52,7 +51,6 @@ def main() -> None:
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
     parser.add_argument("--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N]")
-    parser.add_argument("--calibration", type=Path, help="of the base, for triattention")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
     parser.add_argument("--chunk", type=int, default=32)
@@ -72,15 +70,15 @@ def main() -> None:
 
 
 def ways(options: argparse.Namespace, length: int) -> list[Way]:
-    """The base as it comes, under caches of heedful, and with what loses least at so many tokens."""
+    """The base as it comes, under caches of heedful, and with what loses least at that size."""
     stock = stock_model(options.base).eval()
     base, adapter = (
         open_model(x, budgets=False, convert=False) for x in (options.base, options.adapter)
     )
     tokens = length // options.share
-    tova = eviction_of("tova", base, options.base, tokens, None)
+    tova = eviction_of("tova", base, options.base, tokens)
     base_name, name, chunk = options.base, options.adapter, options.chunk
-    by_layer = eviction_of("by-layer", adapter, name, tokens, None)
+    by_layer = eviction_of("by-layer", adapter, name, tokens)
 
     def small(cache_dtype: str) -> Way:
         dtype = cache_dtype_of(cache_dtype)
@@ -109,15 +107,12 @@ def named_ways(options: argparse.Namespace, length: int) -> list[Way]:
     names = dict.fromkeys(name for name, _ in settings if name != options.base)
     models = {name: open_model(name, "cpu", budgets=False, convert=False) for name in names}
     models[options.base] = stock
-    calibration = None
-    if options.calibration is not None:
-        calibration = read_calibration(options.calibration, models[options.base])
 
     def way(name: str, words: str) -> Way:
         policy, tokens, *more = words.split(",")
         slack = next((int(x.removeprefix("slack=")) for x in more if x.startswith("slack=")), 0)
         cache_dtype = "int8" if "int8" in more else "auto"
-        eviction = eviction_of(policy, models[name], name, int(tokens) - slack // 2, calibration)
+        eviction = eviction_of(policy, models[name], name, int(tokens) - slack // 2)
         dtype = cache_dtype_of(cache_dtype)
         return Way(
             name, policy, int(tokens), cache_dtype, slack, options.chunk, models[name],
