@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.checks import UserError
-from heedful.eviction import POLICIES, TriAttention
+from heedful.eviction import POLICIES
 from heedful.nn import NAMES
 from heedful_lab import doctor
 from heedful_lab.cli import main
@@ -48,7 +48,6 @@ def test_the_commands_are_these():
         "convert",
         "generate",
         "budget",
-        "calibrate",
         "eval",
         "inspect",
         "bench",
@@ -217,7 +216,7 @@ def test_help_lists_what_the_rooms_accept(capsys):
         config.PassName: cases.PASSES,
         config.Dtype: ("float32", "bfloat16", "float16"),
     }
-    policies = {spelled(policy.__name__) for policy in (*POLICIES, TriAttention)}
+    policies = {spelled(policy.__name__) for policy in POLICIES}
     assert {*EVICTIONS} == {"auto", "none"} | policies
     printed = ""
     for command in ("compare", "generate", "budget", "bench"):

@@ -45,6 +45,10 @@ LAB_MAY_IMPORT = {
     | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}
     | {"heedful_lab.tasks", "heedful.data", "heedful.checks"},
     "records": {"torch", "heedful_lab.records", "heedful.checks", "heedful.files"},
+    "rivals": COMPUTING
+    | {"transformers", "safetensors", "heedful_lab.rivals"}
+    | LIBRARY
+    | FILES_OF_ALL,
     "commands": COMPUTING
     | {
         "numpy",
@@ -70,7 +74,6 @@ COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
 ROOMS = (
     "bench",
     "budget",
-    "calibrate",
     "compare",
     "convert",
     "evaluate",
@@ -204,7 +207,6 @@ COMMAND_MAP = {
     "policies": {"options"},
     "bench": set(),
     "budget": {"train"},  # texts with facts
-    "calibrate": {"budget"},  # its sequences of a text
     "generate": set(),
     "inspect": set(),
     "convert": set(),

@@ -84,7 +84,7 @@ def record(
     }
     check_same(options.out, about)
     settings = [("whole", None), *product(options.policies, options.tokens)]
-    evictions = [eviction_of(policy, model, name, tokens, None) for policy, tokens in settings]
+    evictions = [eviction_of(policy, model, name, tokens) for policy, tokens in settings]
     questions = prompts(options.books, options.conversations, tuple(options.words))
     chats = [
         tokenizer.apply_chat_template(

@@ -82,7 +82,7 @@ def ways(options: argparse.Namespace) -> list[Way]:
     tokens, slack = options.tokens, options.slack
 
     def small(name: str, policy: str, network: PreTrainedModel) -> Way:
-        eviction = eviction_of(policy, network, name, tokens - slack // 2, None)
+        eviction = eviction_of(policy, network, name, tokens - slack // 2)
         return Way(
             name, policy, tokens, slack, network, lambda: new_cache(network, eviction, slack=slack)
         )

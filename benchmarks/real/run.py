@@ -29,19 +29,20 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.parts import read_partial
-from heedful.eviction import Calibration, Eviction
+from heedful.eviction import Eviction
 from heedful.files import append_line
 from heedful.hf.adapter_folders import is_adapter
 from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import new_cache
-from heedful.hf.calibration import read_calibration
 from heedful.hf.identity import json_digest, model_identity
 from heedful.hf.versions import cache_argument
 from heedful_lab.commands.evaluate.answers import LanguageModel
 from heedful_lab.commands.models import open_model, open_tokenizer
 from heedful_lab.commands.policies import cache_dtype_of, policy_named
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.calibration import read_calibration
+from heedful_lab.rivals.triattention import Calibration, TriAttention
 from heedful_lab.tasks.background import Background, background_sentences
 from heedful_lab.tasks.needles import UNWANTED, Needles, all_found
 
@@ -61,7 +62,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=32, help="tokens that are read at a time")
     parser.add_argument("--cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--policies", nargs="+", help="default: those that the model has use for")
-    parser.add_argument("--calibration", type=Path, help="of heedful calibrate, for triattention")
+    parser.add_argument(
+        "--calibration", type=Path, help="for triattention; benchmarks.real.calibrate"
+    )
     parser.add_argument("--rows", type=int, default=10, help="books for perplexity, at most")
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
     parser.add_argument("--numbers", type=int, default=1, help="in a book; one of them is queried")
@@ -83,8 +86,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     if calibrated:
         if options.calibration is None:
             raise SystemExit(
-                f"triattention needs --calibration FILE (heedful calibrate {name}), or leave it "
-                "out of --policies"
+                "triattention needs --calibration FILE (python -m benchmarks.real.calibrate "
+                f"{name}), or leave it out of --policies"
             )
         calibration = read_calibration(options.calibration, model)
     small = product([policy for policy in policies if policy != "whole"], options.tokens)
@@ -131,22 +134,28 @@ def check_size(record: dict, options: argparse.Namespace) -> None:
 
 
 def eviction_of(
-    policy: str, model: PreTrainedModel, name: str, tokens: int, calibration: Calibration | None
+    policy: str,
+    model: PreTrainedModel,
+    name: str,
+    tokens: int,
+    calibration: Calibration | None = None,
 ) -> Eviction | None:
     """A policy with so many tokens per layer, of all of them or on average."""
     if policy == "whole":
         return None
-    more = {"calibration": calibration} if policy.startswith("triattention") else {}
+    if policy == "triattention":
+        return TriAttention(tokens, calibration=calibration)
     if policy.endswith("-recent"):
         return policy_named(policy.removesuffix("-recent"), model, tokens, recent=tokens // 2)
     if not policy.endswith("by-layer"):
-        return policy_named(policy, model, tokens, **more)
+        return policy_named(policy, model, tokens)
     eviction = read_budgets(Path(name) / BUDGETS, model)
     scale = tokens * len(eviction.tokens) / sum(eviction.tokens)
     least = eviction.sinks + eviction.recent + 1
     budgets = tuple(max(least, int(scale * n)) for n in eviction.tokens)
     if policy != "by-layer":
-        eviction = policy_named(policy.removesuffix("-by-layer"), model, tokens, **more)
+        other = policy.removesuffix("-by-layer")
+        eviction = eviction_of(other, model, name, tokens, calibration)
     return replace(eviction, tokens=budgets)
 
 

@@ -28,7 +28,6 @@ from benchmarks.real.run import eviction_of
 from heedful import stock_model
 from heedful.files import write_lines
 from heedful.hf.cache.new import KVCache, new_cache
-from heedful.hf.calibration import read_calibration
 from heedful.hf.versions import cache_argument
 from heedful_lab.commands.models import open_model
 from heedful_lab.commands.policies import cache_dtype_of
@@ -56,7 +55,6 @@ def main() -> None:
     parser.add_argument(
         "--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N][,static]"
     )
-    parser.add_argument("--calibration", type=Path, help="of the base, for triattention")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
     parser.add_argument("--chunk", type=int, default=32)
@@ -82,9 +80,9 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
         open_model(x, budgets=False, convert=False) for x in (options.base, options.adapter)
     )
     tokens = length // options.share
-    tova = eviction_of("tova", base, options.base, tokens, None)
+    tova = eviction_of("tova", base, options.base, tokens)
     base_name, name, chunk = options.base, options.adapter, options.chunk
-    by_layer = eviction_of("by-layer", adapter, name, tokens, None)
+    by_layer = eviction_of("by-layer", adapter, name, tokens)
 
     def small(cache_dtype: str) -> Way:
         dtype = cache_dtype_of(cache_dtype)
@@ -113,15 +111,12 @@ def named_ways(options: argparse.Namespace, length: int) -> list[Way]:
     names = dict.fromkeys(name for name, _ in settings if name != options.base)
     models = {name: open_model(name, "cpu", budgets=False, convert=False) for name in names}
     models[options.base] = stock
-    calibration = None
-    if options.calibration is not None:
-        calibration = read_calibration(options.calibration, models[options.base])
 
     def way(name: str, words: str) -> Way:
         policy, tokens, *more = words.split(",")
         slack = next((int(x.removeprefix("slack=")) for x in more if x.startswith("slack=")), 0)
         cache_dtype = "int8" if "int8" in more else "auto"
-        eviction = eviction_of(policy, models[name], name, int(tokens) - slack // 2, calibration)
+        eviction = eviction_of(policy, models[name], name, int(tokens) - slack // 2)
         dtype, static = cache_dtype_of(cache_dtype), "static" in more
         return Way(
             name, policy, int(tokens), cache_dtype, slack, options.chunk, models[name],

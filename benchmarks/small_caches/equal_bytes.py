@@ -25,23 +25,16 @@ from transformers import PreTrainedModel
 
 import heedful
 from benchmarks.parts import add_task_options, check_same, read_partial, task_of
-from heedful.eviction import (
-    TOVA,
-    Eviction,
-    LowestGate,
-    MostHidden,
-    Random,
-    StreamingLLM,
-    TriAttention,
-)
+from heedful.eviction import TOVA, Eviction, LowestGate, MostHidden, Random, StreamingLLM
 from heedful.files import append_line
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
-from heedful.hf.calibration import calibrate
 from heedful_lab.commands.compare.options import LEAST_TOKENS
 from heedful_lab.commands.compare.scoring import score_rows
 from heedful_lab.commands.compare.small_caches import bf16_bytes
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.calibration import calibrate
+from heedful_lab.rivals.triattention import TriAttention
 from heedful_lab.tasks import Task
 
 SINKS, PROTECTED = LowestGate.sinks, LowestGate.recent  # first and newest tokens that all keep

@@ -16,7 +16,6 @@ from heedful import __version__
 from heedful.checks import UserError
 from heedful_lab.commands.bench.options import Bench
 from heedful_lab.commands.budget.options import BudgetSearch
-from heedful_lab.commands.calibrate.options import CalibrationRun
 from heedful_lab.commands.compare.options import Comparison
 from heedful_lab.commands.convert.options import FolderConversion
 from heedful_lab.commands.evaluate.options import Evaluation
@@ -79,11 +78,6 @@ class BudgetCommand(_Unchecked, BudgetSearch):
 
 
 @dataclass(frozen=True)
-class CalibrateCommand(_Unchecked, CalibrationRun):
-    __doc__ = CalibrationRun.__doc__
-
-
-@dataclass(frozen=True)
 class EvalCommand(_Unchecked, Evaluation):
     __doc__ = Evaluation.__doc__
 
@@ -130,7 +124,6 @@ _Command = (
     | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
-    | Annotated[CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
@@ -220,8 +213,6 @@ def _run(command: _Command) -> int:
             return _generate(command)
         case BudgetCommand():
             return _budget(command)
-        case CalibrateCommand():
-            return _calibrate(command)
         case EvalCommand():
             return _eval(command)
         case InspectCommand():
@@ -324,16 +315,6 @@ def _budget(command: BudgetCommand) -> int:
     except KeyboardInterrupt:
         way = "the trials so far are kept beside the model; the same command goes on there"
         raise KeyboardInterrupt(way) from None
-    _say_device(options.device)
-    return 0
-
-
-def _calibrate(command: CalibrateCommand) -> int:
-    options = _as(CalibrationRun, command)
-    from heedful_lab.commands.calibrate.run import calibrate_model
-
-    _quiet()
-    print(calibrate_model(options))
     _say_device(options.device)
     return 0
 

@@ -16,7 +16,7 @@ _OPTIONAL = {
     "torchao": ("quantized models", "'heedful[quantized]'"),
 }
 # By default on the GPU where there is one; what only rewrites weights stays on the CPU.
-_COMPUTING = "generate, eval, budget, calibrate, inspect, train, compare, bench"
+_COMPUTING = "generate, eval, budget, inspect, train, compare, bench"
 _REWRITING = "convert"
 
 

@@ -18,7 +18,6 @@ COMMANDS = {
     "generate": ("generate", "model", "--prompt", "a red", "--max-new-tokens", "2"),
     "eval": ("eval", "model", "--tasks", "perplexity", *DATA, "--samples", "2"),
     "budget": ("budget", "model", *DATA, "--rows", "1", "--trials", "1", "--restart"),
-    "calibrate": ("calibrate", "model", *DATA, "--rows", "1"),
     "inspect": ("inspect", "model", "--text", "a red bus"),
 }
 TRAINING = {
@@ -57,7 +56,7 @@ def opened(monkeypatch) -> list[PreTrainedModel]:
         opened.append(real(*args, **options))
         return opened[-1]
 
-    for name in ("generate.run", "evaluate.run", "budget.search", "calibrate.run", "inspect.run"):
+    for name in ("generate.run", "evaluate.run", "budget.search", "inspect.run"):
         monkeypatch.setattr(f"heedful_lab.commands.{name}.open_model", recorded)
     return opened
 
@@ -147,8 +146,7 @@ def test_doctor_lists_devices_and_optional_parts(monkeypatch, gpus):
     text = "\n".join(lines)
     for expected in (
         "device       cuda (Test GPU)",
-        "commands     cuda: generate, eval, budget, calibrate, inspect, train, compare, bench; "
-        "cpu: convert",
+        "commands     cuda: generate, eval, budget, inspect, train, compare, bench; cpu: convert",
         "gguf         0.17.0",
         "peft         missing, for LoRA: pip install 'heedful[lora]'",
         "lm_eval      missing, for heedful eval's tasks of lm-evaluation-harness: pip install "

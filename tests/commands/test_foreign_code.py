@@ -77,7 +77,6 @@ COMMANDS = [
     ("train", "{}", *DATA, "--out", "runs"),
     ("inspect", "{}", "--text", "a red bus"),
     ("budget", "{}", *DATA),
-    ("calibrate", "{}", *DATA),
     ("convert", "{}", "out", "--mechanism", "mta"),
     ("doctor", "{}"),
 ]

@@ -28,7 +28,6 @@ from benchmarks.parts import origin
 from heedful.compatibility import TESTED
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
-from heedful.hf.calibration import calibrate, write_calibration
 from heedful.nn import ablations
 from heedful_lab.commands.bench import measure as bench
 from heedful_lab.commands.compare import run as compare
@@ -182,12 +181,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     elif arguments[0] in ("train", "shrink"):
         result = arguments[arguments.index("--out") + 1]
     for folder in folders - {result}:
-        if arguments[0] in ("budget", "calibrate", "generate", "eval", "inspect"):
+        if arguments[0] in ("budget", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
-        if "--calibration" in arguments:
-            model = heedful.load(tmp_path / folder)
-            calibration = calibrate(model, [torch.arange(3, 40)[None]])
-            write_calibration(Path("calibration.safetensors"), calibration, {})
         if "--cache" in arguments:
             kept = ("--prompt", "a red bus", "--save-cache", "book.cache")
             assert status_of("generate", folder, *kept) == 0, capsys.readouterr().err

@@ -18,7 +18,6 @@ PATHS = {
     "heedful_lab.commands.inspect.page": {"write_inspection"},
     "heedful.data": {"ByteTokenizer"},
     "heedful.eviction": {"CachedTokens", "Eviction"},
-    "heedful.hf.calibration": {"calibrate"},
     "heedful.hf.look": {"look_into"},
     "heedful.hf.stock": {"stock_model", "stock_tokenizer"},
     "heedful.nn": {"MultiToken", "ablations"},

@@ -150,7 +150,7 @@ def test_modules_whose_arguments_are_moved_share_groups_all_the_same():
 
 def test_what_changes_with_the_row_s_length_is_refused():
     config = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-    with pytest.raises(ValueError, match=r"cannot be given summaries .* frequencies"):
+    with pytest.raises(ValueError, match=r"LlamaAttention cannot be .* frequencies"):
         heedful.convert(tiny("llama", **config), "grouped")
 
 

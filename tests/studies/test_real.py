@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import heedful
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
-from heedful.hf.calibration import calibrate, write_calibration
 from heedful.hf.stock import stock_model
 from heedful_lab.commands.evaluate.answers import LanguageModel
 from heedful_lab.commands.models import open_model
 from heedful_lab.records.samples import Sample
+from heedful_lab.rivals.calibration import read_calibration
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
 from helpers.unconverted import beside
@@ -46,12 +46,19 @@ def study(tmp_path, monkeypatch):
     return call
 
 
-def test_a_calibrated_policy_needs_its_calibration(study):
+def test_a_calibrated_policy_needs_its_calibration(study, monkeypatch):
     options = ("--tokens", "64", "--needles", "0")
     with pytest.raises(SystemExit, match="triattention needs --calibration FILE"):
         study("base", *options)
-    model = open_model("base")
-    write_calibration(Path("c"), calibrate(model, [torch.randint(256, (2, 64))]), {})
+    script = importlib.import_module("benchmarks.real.calibrate")
+    arguments = "base --data books --length 64 --rows 2 --out c"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.real.calibrate", *arguments.split()])
+    script.main()
+    calibration = read_calibration(Path("c"), open_model("base"))
+    assert len(calibration.layers) == 2
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--rows", "0"])
+        script.main()
     lines = study("base", "--policies", "whole", "triattention", "--calibration", "c", *options)
     whole, small = lines
     assert small["policy"] == "triattention" and small["peak_nbytes"] < whole["peak_nbytes"] / 2

@@ -14,14 +14,12 @@ from heedful.eviction.policies import (
     Window,
 )
 from heedful.eviction.policy import CachedTokens, Eviction
-from heedful.eviction.triattention import Calibration, TriAttention
 
 __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
     "CachedTokens",
-    "Calibration",
     "Eviction",
     "KeyDiff",
     "Knorm",
@@ -30,6 +28,5 @@ __all__ = [
     "Random",
     "SnapKV",
     "StreamingLLM",
-    "TriAttention",
     "Window",
 ]

@@ -12,9 +12,6 @@
 | `Random` | random tokens | positions |
 | `Knorm` | what has the longest key | keys |
 | `KeyDiff` | what points nearest to where all keys point | keys |
-| `TriAttention` | what later queries may attend to least | keys, positions, a calibration |
-
-`TriAttention` is in `triattention.py`.
 """
 
 from dataclasses import dataclass

@@ -28,13 +28,8 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
         about: how they were found, for people.
 
     Raises:
-        ValueError: the policy is calibrated.
+        ValueError: the policy is not one of heedful's own.
     """
-    if getattr(eviction, "calibration", None) is not None:
-        raise UserError(
-            f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
-            "hold; write budgets of another policy"
-        )
     if type(eviction) not in POLICIES:
         raise UserError(
             f"eviction: budgets.json names heedful's own policies, and {type(eviction).__name__} "

@@ -10,7 +10,7 @@ from heedful.checks import UserError, check_choice
 
 EVICTIONS = (
     "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
-    "random", "knorm", "keydiff", "triattention", "none",
+    "random", "knorm", "keydiff", "none",
 )  # fmt: skip
 EvictionName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(EVICTIONS)},MODULE:CLASS}}")]
 CacheDtype = Literal["auto", "int8"]
@@ -49,27 +49,13 @@ def is_users_policy(eviction: str) -> bool:
     return re.fullmatch(r"[\w./\\-]+:[A-Za-z_]\w*", str(eviction)) is not None
 
 
-def check_eviction(eviction: str, budget: str | None, calibration: str | None = None) -> None:
-    """Raise unless a policy is named with its budget, and its calibration where it needs one."""
+def check_eviction(eviction: str, budget: str | None) -> None:
+    """Raise unless a policy is named with its budget."""
     check_eviction_name(eviction)
-    check_calibration(eviction, calibration)
     if eviction not in ("auto", "none") and budget is None:
         raise UserError(f"eviction={eviction!r} needs a budget: add --budget N")
     if eviction == "none" and budget is not None:
         raise UserError("eviction='none' keeps everything: leave the budget out")
-
-
-def check_calibration(eviction: str, calibration: str | None) -> None:
-    """Raise unless there is a calibration for the policy that needs one, and for no other."""
-    if eviction == "triattention" and calibration is None:
-        raise UserError(
-            "eviction='triattention' needs a calibration: add --calibration FILE, which heedful "
-            "calibrate MODEL writes"
-        )
-    if eviction != "triattention" and calibration is not None:
-        raise UserError(
-            f"calibration is for eviction='triattention', got eviction={eviction!r}; leave one out"
-        )
 
 
 def check_memory_loss(factor: float) -> None:

@@ -10,10 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import POLICIES, Eviction, TriAttention
+from heedful.eviction import POLICIES, Eviction
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
-from heedful.hf.calibration import read_calibration
 from heedful_lab.commands.options import CacheDtype, is_users_policy
 
 
@@ -23,7 +22,6 @@ class CacheOptions(Protocol):
 
     budget: str | None
     eviction: str
-    calibration: str | None
     seed: int
 
 
@@ -44,9 +42,7 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
     if options.budget is None:
         return None
     if options.budget.isdecimal():
-        return policy_named(
-            options.eviction, model, int(options.budget), **arguments_of(options, model)
-        )
+        return policy_named(options.eviction, model, int(options.budget), **arguments_of(options))
     path = Path(options.budget)
     if not path.is_file():
         raise UserError(
@@ -62,13 +58,9 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
     return policy
 
 
-def arguments_of(options: CacheOptions, model: PreTrainedModel) -> dict:
+def arguments_of(options: CacheOptions) -> dict:
     """Arguments of a command's policy beside the budget."""
-    if options.eviction == "random":
-        return {"seed": options.seed}
-    if options.calibration is not None:
-        return {"calibration": read_calibration(Path(options.calibration), model)}
-    return {}
+    return {"seed": options.seed} if options.eviction == "random" else {}
 
 
 def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
@@ -84,7 +76,7 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
         name = _suited(model)
     if is_users_policy(name):
         return _users_policy(name)(tokens=tokens, **options)
-    kind = {spelled(policy.__name__): policy for policy in (*POLICIES, TriAttention)}[name]
+    kind = {spelled(policy.__name__): policy for policy in POLICIES}[name]
     return kind(tokens=tokens, **options)
 
 
@@ -127,6 +119,6 @@ def _suited(model: nn.Module) -> str:
 def spelled(name: str) -> str:
     """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
     names = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
-    names |= {"TriAttention": "triattention", "KeyDiff": "keydiff"}
+    names |= {"KeyDiff": "keydiff"}
     words = "".join("-" + c.lower() if c.isupper() else c for c in name)
     return names.get(name, words.lstrip("-"))

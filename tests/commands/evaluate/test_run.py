@@ -10,7 +10,6 @@ from transformers import BertConfig, BertForMaskedLM
 
 import heedful
 from heedful.data import ByteTokenizer
-from heedful.hf.calibration import calibrate, write_calibration
 from heedful_lab.cli import main
 from heedful_lab.commands.compare.scoring import score
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
@@ -280,24 +279,6 @@ def test_a_folder_is_of_one_evaluation(tmp_path, folder):
     assert len(read_samples(path)) == 12
 
 
-def test_a_folder_is_of_one_calibration(tmp_path, folder):
-    model = open_model("plain")
-    calibration = calibrate(model, [torch.arange(3, 60)[None]])
-    first, second = tmp_path / "first", tmp_path / "second"
-    write_calibration(first, calibration, {})
-    write_calibration(second, calibration, {"data": ["another"]})
-    options = NEEDLES | {"eviction": "triattention", "budget": ("40",)}
-    samples = evaluate(evaluation_of(tmp_path, calibration=str(first), **options)).samples
-    assert {x.cache for x in samples} == {"", "triattention 40"}
-    evaluate(evaluation_of(tmp_path, calibration=str(first), **options))
-    with pytest.raises(
-        ValueError, match="another cache by the name 'triattention 40': calibration"
-    ):
-        evaluate(evaluation_of(tmp_path, calibration=str(second), **options))
-    with pytest.raises(ValueError, match="is the calibration of another model"):
-        evaluate(evaluation_of(tmp_path, "selective", calibration=str(first), **options))
-
-
 @pytest.mark.parametrize("name", ["recall", "copy"])
 def test_rows_are_scored_as_compare_scores_them(tmp_path, name):
     task = TASKS[name].default()
@@ -368,8 +349,6 @@ def test_a_wrong_question_is_answered_at_once():
         ({"lengths": (0,)}, "lengths must hold one above 0 for needles"),
         ({"budget": ("few",)}, "budget must be numbers of tokens, or 'own'"),
         ({"eviction": "h2o"}, "needs a budget"),
-        ({"eviction": "triattention", "budget": ("20",)}, "needs a calibration: add --calib"),
-        ({"calibration": "x"}, "calibration is for eviction='triattention'"),
         ({"eviction": "h20"}, "did you mean 'h2o'"),
         ({"stride": 1024}, "stride must be a whole number from 1 to 1023"),
         ({"export_lm_eval": "x", "tasks": ("copy",)}, "export_lm_eval writes needles"),

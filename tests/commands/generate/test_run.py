@@ -1,6 +1,5 @@
 """`heedful generate`: what it writes, what it counts, and what it refuses."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -13,14 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import heedful
 from heedful.data import ByteTokenizer
-from heedful.eviction import POLICIES, TOVA, MostHidden, SnapKV, StreamingLLM, TriAttention
+from heedful.eviction import POLICIES, TOVA, MostHidden, SnapKV, StreamingLLM
 from heedful.hf.budgets import write_budgets
-from heedful.hf.calibration import calibrate
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.nn import MultiToken
 from heedful_lab.cli import main
-from heedful_lab.commands.calibrate.options import CalibrationRun
-from heedful_lab.commands.calibrate.run import calibrate_model
 from heedful_lab.commands.generate.run import CHUNK
 from heedful_lab.commands.options import EVICTIONS
 from heedful_lab.commands.policies import spelled
@@ -94,7 +90,7 @@ def test_a_cache_can_be_quantized(folders, budget):
     assert quantized.nbytes < whole.nbytes / 2
 
 
-@pytest.mark.parametrize("name", sorted({*EVICTIONS} - {"none", "triattention", "lowest-gate"}))
+@pytest.mark.parametrize("name", sorted({*EVICTIONS} - {"none", "lowest-gate"}))
 def test_every_policy_can_be_named(folders, name):
     generation, _ = generation_of(
         folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8
@@ -162,39 +158,6 @@ def test_a_policy_of_a_user_s_file(folders, tmp_path, monkeypatch, module):
             generation_of(folders / "plain", eviction=name, **options)
     with pytest.raises(ValueError, match=r"eviction must be one of .*, 'MODULE:CLASS', got"):
         generation_of(folders / "plain", eviction="tovaa", **options)
-
-
-def test_a_calibration_beside_the_budget(folders, tmp_path):
-    path = tmp_path / "calibration.safetensors"
-    text = tmp_path / "text.txt"
-    text.write_text("A quiet line of text, and another one. " * 20)
-    calibration_run = CalibrationRun(
-        str(folders / "selective"), str(path), (str(text),), length=64, rows=3, tokenizer="bytes"
-    )
-    assert f"calibration: {path}" in calibrate_model(calibration_run)
-    options = {"eviction": "triattention", "budget": "20", "max_new_tokens": 24, "chunk": 8}
-    generation, _ = generation_of(folders / "selective", calibration=str(path), **options)
-    model = heedful.load(folders / "selective")
-    rows = torch.tensor(list(text.read_bytes()[: 3 * 64])).view(3, 64)
-    policy = TriAttention(20, calibration=calibrate(model, rows.split(1)))
-    cache = heedful.new_cache(model, policy)
-    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
-    assert generation.text == ByteTokenizer().decode(expected)
-    assert generation.nbytes == cache.nbytes and cache.tokens == [19, 19]
-    with pytest.raises(ValueError, match="is the calibration of another model"):
-        generation_of(folders / "plain", calibration=str(path), **options)
-    with pytest.raises(ValueError, match="eviction='triattention' needs a calibration: add"):
-        generation_of(folders / "selective", **options)
-    with pytest.raises(ValueError, match="calibration is for eviction='triattention', got ev"):
-        generation_of(folders / "selective", budget="20", calibration=str(path))
-    content = path.read_bytes()
-    with pytest.raises(ValueError, match="90 sequences of 64 are requested"):
-        calibrate_model(dataclasses.replace(calibration_run, rows=90))
-    with pytest.raises(ValueError, match="length must be at most the 256 positions of the model"):
-        calibrate_model(dataclasses.replace(calibration_run, length=900))
-    with pytest.raises(ValueError, match="out must be a file, got the folder"):
-        calibrate_model(dataclasses.replace(calibration_run, out=str(tmp_path)))
-    assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):

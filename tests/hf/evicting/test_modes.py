@@ -18,7 +18,6 @@ from heedful.eviction import (
     MostHidden,
     SnapKV,
     StreamingLLM,
-    TriAttention,
     Window,
 )
 from heedful.hf.cache.counters import nbytes_of
@@ -400,10 +399,17 @@ def test_threads_share_a_model():
     assert all(torch.equal(alone[i], together[i]) for i in range(6))
 
 
+class Placed(StreamingLLM):
+    """A policy of a user's own that reads the position of the next token."""
+
+    needs = ("positions",)
+
+
 def test_what_an_evicting_cache_does_not_serve_is_said():
     model = tiny()
     for policy, message in (
         (LowestGate(tokens=16), "LowestGate needs a converted model, as it reads gate"),
+        (Placed(tokens=16), "Placed needs a converted model, as it reads positions"),
         (StreamingLLM(tokens=(16, 20)), "one for each of the model's 3 attention layers"),
         (
             heedful.eviction.MostHidden(tokens=16),
@@ -412,7 +418,6 @@ def test_what_an_evicting_cache_does_not_serve_is_said():
     ):
         with pytest.raises(ValueError, match=message):
             heedful.new_cache(model, policy)
-    assert "positions" in TriAttention.needs  # and so needs a converted model too
     with pytest.raises(ValueError, match="is an encoder-decoder, whose cache needs a converted"):
         heedful.new_cache(tiny_pair("t5"), StreamingLLM(tokens=16))
     with pytest.raises(ValueError, match="which has no gradients"):

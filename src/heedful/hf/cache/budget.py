@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.eviction.gather import Moves, Protection
-from heedful.hf.fingerprints import is_of
 
 
 @dataclass(frozen=True)
@@ -29,22 +28,14 @@ class Budget:
         return self  # nothing in it changes
 
 
-def layer_budgets(
-    policy: Eviction | None, modules: Sequence[nn.Module], model: nn.Module
-) -> list[Budget | None]:
-    """The budget of every attention module of a converted model; `None` keeps everything.
+def layer_budgets(policy: Eviction | None, modules: Sequence[nn.Module]) -> list[Budget | None]:
+    """The budget of every attention module of a model; `None` keeps everything.
 
     Raises:
-        ValueError: the policy is calibrated for another model, or for another number of layers.
+        ValueError: the policy has budgets for another number of layers.
     """
     if policy is None:
         return [None] * len(modules)
-    calibration = getattr(policy, "calibration", None)
-    if calibration is not None and not is_of(calibration.model, model):
-        raise UserError(
-            f"eviction: {type(policy).__name__} has the calibration of another model, or of this "
-            "one before it was converted or trained on; calibrate this one with heedful calibrate"
-        )
     tokens = policy.budgets(len(modules))
     return [None if count is None else Budget(policy, count) for count in tokens]
 

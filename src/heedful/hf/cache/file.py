@@ -152,7 +152,7 @@ def describe(policy: Eviction) -> dict:
     """A policy as JSON can hold it.
 
     Raises:
-        ValueError: it has a calibration, or an argument that JSON has no form for.
+        ValueError: it has an argument that JSON has no form for.
     """
     fields = {x.name: getattr(policy, x.name) for x in dataclasses.fields(policy) if x.init}
     try:

@@ -54,7 +54,8 @@ class KVCache(Cache):
 
         Raises:
             ValueError: a layer keeps more than tokens one by one (grouped attention), calls may be
-                taken back, the policy has a calibration, or the cache was unpickled.
+                taken back, the policy has an argument that JSON has no form for, or the cache was
+                unpickled.
         """
         write_cache(Path(path), self.layers, self.model())
 
@@ -228,7 +229,7 @@ def new_cache(
         )
     layers = stock_layers(model)
     places = cache_places(attention, layers)
-    budgets = layer_budgets(policy, list(places.values()), model)
+    budgets = layer_budgets(policy, list(places.values()))
     meter = Meter()
     for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
@@ -261,7 +262,7 @@ def _unconverted(
     windows = [getattr(layers[index], "sliding_window", None) for index in places]
     if static:
         check_static(model, modules, policy)
-    budgets, meter = layer_budgets(policy, modules, model), Meter()
+    budgets, meter = layer_budgets(policy, modules), Meter()
     parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8, static)
     observed = policy is not None and policy.observes != 0
     hooks = install(places, observed)

@@ -95,7 +95,7 @@ def evicting(
     ):
         raise UserError("model is evicting already; leave the outer `evicting` first")
     routes = {}
-    for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
+    for module, budget in zip(modules, layer_budgets(eviction, modules), strict=True):
         if budget is not None or int8:
             cache_for(module, None, budget, int8=int8)  # raises if it cannot be served
             routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf.versions import attention_replaced
 
 _ADAPTING = ("dynamic", "longrope")  # whose frequencies change with the length of the row
@@ -64,19 +65,13 @@ class _Watched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-SUMMARIES = "summaries of groups, which stand between tokens"
-
-
 @torch.no_grad()
-def rotation_of(
-    model: PreTrainedModel, module: nn.Module, purpose: str = SUMMARIES
-) -> FamilyRotation | None:
+def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | None:
     """The rotary embedding of an attention module; `None` where it has none.
 
     Arguments:
         model: that the module is in.
         module: the attention module.
-        purpose: what it is for, as a refusal says it.
 
     Raises:
         ValueError: the family rotates in a way that cannot be followed.
@@ -85,11 +80,11 @@ def rotation_of(
     takes = inspect.signature(type(module).forward).parameters
     if "position_embeddings" not in takes:
         if "rotary" in inspect.getsource(type(module).forward):
-            raise _refused(module, purpose, "it makes its rotary embedding inside its attention")
+            raise _refused(module, "it makes its rotary embedding inside its attention")
         return None
     apply = getattr(source, "apply_rotary_pos_emb", None)
     if apply is None:
-        raise _refused(module, purpose, "it rotates by a function of its own")
+        raise _refused(module, "it rotates by a function of its own")
     candidates = [
         each
         for each in model.modules()
@@ -111,7 +106,7 @@ def rotation_of(
             reason = "its keys at one position are not what its own functions make of another's"
             continue
         return rotation if rotates else None
-    raise _refused(module, purpose, reason)
+    raise _refused(module, reason)
 
 
 def _rotation(module: nn.Module, rotary: nn.Module, apply) -> FamilyRotation | None:
@@ -156,5 +151,8 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     return True if error < 16 * torch.finfo(second.dtype).eps else None
 
 
-def _refused(module: nn.Module, purpose: str, reason: str) -> ValueError:
-    return ValueError(f"model: {type(module).__name__} cannot be given {purpose}, because {reason}")
+def _refused(module: nn.Module, reason: str) -> UserError:
+    return UserError(
+        f"model: the rotary embedding of {type(module).__name__} cannot be applied at any "
+        f"position, because {reason}; take a mechanism or a policy that does not need this"
+    )

@@ -85,11 +85,6 @@ class BudgetSearch:
                 f"eviction={self.eviction!r} is a policy of yours, and budgets.json names those of "
                 "heedful: search with one of these, or hand yours to heedful.new_cache"
             )
-        if self.eviction == "triattention":
-            raise UserError(
-                "eviction='triattention' has a calibration, which budgets.json does not hold: "
-                "search with another policy"
-            )
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
         if self.sinks is not None:

@@ -11,7 +11,6 @@ from heedful_lab.commands.options import (
     EvictionName,
     ModelDevice,
     ModelDtype,
-    check_calibration,
     check_device,
     check_eviction_name,
 )
@@ -49,8 +48,6 @@ class Evaluation:
     beside it."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget, as in heedful generate."""
-    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """What heedful calibrate wrote for a MODEL; --eviction triattention needs it."""
     cache_dtype: CacheDtype = "auto"
     """int8: evaluate each model also with its whole cache quantized to eight bits per number; the
     caches of --budget are then quantized too."""
@@ -140,7 +137,6 @@ class Evaluation:
         if self.eviction == "none":
             raise UserError("eviction='none' keeps everything: leave --budget out")
         check_eviction_name(self.eviction)
-        check_calibration(self.eviction, self.calibration)
         if self.eviction != "auto" and not any(word != OWN for word in self.budget):
             raise UserError(f"eviction={self.eviction!r} needs a budget: add --budget N")
         if self.export_lm_eval is not None:

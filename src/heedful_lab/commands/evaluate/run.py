@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import POLICIES, Eviction, TriAttention
+from heedful.eviction import POLICIES, Eviction
 from heedful.files import only_writer, write_whole
 from heedful.hf import conversion_of
 from heedful.hf.budgets import NAME
@@ -225,7 +225,7 @@ def _caches(
         if word == OWN:
             name, policy = OWN, conversion_of(model).eviction
         else:
-            arguments = arguments_of(options, model)
+            arguments = arguments_of(options)
             policy = policy_named(options.eviction, model, int(word), **arguments)
             name = f"{spelled(type(policy).__name__)} {word}"
         policies[name if dtype is None else f"{name}, {options.cache_dtype}"] = policy
@@ -429,9 +429,7 @@ def _cache_identity(answers: LanguageModel, options: Evaluation) -> dict:
     """The policy, its arguments and the dtype of a cache, as JSON."""
     policy = answers.eviction or None
     about = {"policy": policy and repr(policy), "dtype": answers.dtype and str(answers.dtype)}
-    if getattr(policy, "calibration", None) is not None:
-        about["calibration"] = files_digest([Path(options.calibration)])
-    if policy is not None and type(policy) not in (*POLICIES, TriAttention):
+    if policy is not None and type(policy) not in POLICIES:
         about["source"] = files_digest([Path(inspect.getfile(type(policy)))])
     return about
 

@@ -43,8 +43,6 @@ class Generation:
     the lowest retention gate; for other mechanisms all but the first and the newest
     (streaming-llm). none keeps everything. MODULE:CLASS is a policy of yours, such as
     my_module:Landmarks in my_module.py."""
-    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     cache_dtype: CacheDtype = "auto"
     """Of the cache: int8 quantizes tokens to eight bits per number, auto keeps them as they are."""
     save_cache: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -79,7 +77,7 @@ class Generation:
             check_whole("chunk", self.chunk, 1)
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise UserError(f"temperature must be 0 or a number above it, got {self.temperature}")
-        check_eviction(self.eviction, self.budget, self.calibration)
+        check_eviction(self.eviction, self.budget)
         if self.save_cache is not None and (self.cache is not None or self.beside_whole):
             other = "beside_whole" if self.cache is None else "cache"
             raise UserError(f"save_cache writes no text, and so leaves nothing to {other}: drop it")

@@ -51,8 +51,6 @@ class Inspection:
     """Which tokens are evicted under --budget. auto: what selective attention has hidden most, or
     the lowest retention gate; for other mechanisms all but the first and the newest
     (streaming-llm). none: no cache is shown."""
-    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
     device: ModelDevice = "auto"
@@ -77,4 +75,4 @@ class Inspection:
         for index in self.layers:
             check_whole("layers", index, 0)
         check_whole("seed", self.seed, 0)
-        check_eviction(self.eviction, self.budget, self.calibration)
+        check_eviction(self.eviction, self.budget)

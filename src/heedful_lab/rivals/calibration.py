@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction.triattention import Bands, Calibration, QueryStatistics
 from heedful.files import write_whole
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.family.rotation import FamilyRotation, rotation_of
 from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.intercept import LayerCall, intercept
 from heedful.nn import Layer, LayerOutput
+from heedful_lab.rivals.triattention import Bands, Calibration, QueryStatistics
 
 FORMAT = 1
 _PARTS = ("centre", "lengths", "partners", "frequencies")
@@ -91,12 +91,11 @@ class _Observer:
 
 def _bands(model: PreTrainedModel, module: nn.Module) -> Bands:
     """The bands of an attention module's rotary embedding."""
-    purpose = "a calibration, which needs its rotary embedding"
-    rotation = rotation_of(model, module, purpose)
+    rotation = rotation_of(model, module)
     if rotation is None:
         raise UserError(
-            f"model: {type(module).__name__} {module.heedful.shape.layer} cannot be given {purpose}"
-            ", because it has none; take another policy"
+            f"model: {type(module).__name__} {module.heedful.shape.layer} has no rotary embedding, "
+            "which a calibration needs; take another policy"
         )
     return bands_of(rotation, module.heedful.shape.dim)
 
@@ -156,9 +155,9 @@ def read_calibration(path: Path, model: nn.Module) -> Calibration:
     Raises:
         ValueError: there is no such file, it is damaged, or the calibration of another model.
     """
-    way = "make it again with heedful calibrate"
+    way = "calibrate the model again"
     if not path.is_file():
-        raise UserError(f"calibration {path} is no file; make it with heedful calibrate")
+        raise UserError(f"calibration {path} is not a file; write_calibration writes one")
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("heedful.calibration", "null"))
@@ -167,12 +166,12 @@ def read_calibration(path: Path, model: nn.Module) -> Calibration:
         raise UserError(f"calibration {path} is damaged ({error}); {way}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise UserError(
-            f"calibration {path} must be a file of heedful calibrate in format {FORMAT}; {way}"
+            f"calibration {path} must be a file of write_calibration in format {FORMAT}; {way}"
         )
     if not is_of(about.get("model"), model):
         raise UserError(
-            f"calibration {path} is the calibration of another model, or of this one before it was "
-            f"converted or trained on; {way}"
+            f"calibration {path} is that of another model, or of this one before it was converted "
+            f"or trained on; {way}"
         )
     layers = []
     for module in attention_modules(model):

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.checks import UserError, check_choice
-from heedful.eviction.policy import CachedTokens, Eviction
+from heedful.eviction import CachedTokens, Eviction
 from heedful.nn import Layer
 
 OFFSETS = tuple(2**i for i in range(17))
@@ -26,7 +26,7 @@ OFFSETS = tuple(2**i for i in range(17))
 
 
 class Bands(NamedTuple):
-    """Which channels of a head a rotary embedding rotates together, and how fast.
+    """The bands of a rotary embedding: channels that it rotates together, and how fast.
 
     The channel c at position p is $x_c \\cos(\\omega_c p) - x_{partner(c)} \\sin(\\omega_c p)$; the
     frequencies of two partners differ in sign. A channel that is not rotated is its own partner,
@@ -43,7 +43,7 @@ class Bands(NamedTuple):
 
     @classmethod
     def of(cls, partners: Int[Tensor, " D"], frequencies: Float[Tensor, " D"]) -> "Bands":
-        """From what each channel has."""
+        """Make the bands from what each channel has."""
         channel = torch.arange(len(partners), device=partners.device)
         return cls(partners, frequencies, channel[channel <= partners])
 
@@ -73,7 +73,7 @@ class QueryStatistics(NamedTuple):
     bands: Bands
 
     def on(self, device: torch.device) -> "QueryStatistics":
-        """The same on another device."""
+        """Copy to another device."""
         bands = Bands(*(x.to(device) for x in self.bands))
         return QueryStatistics(self.centre.to(device), self.lengths.to(device), bands)
 
@@ -83,7 +83,7 @@ class Calibration:
 
     Arguments:
         layers: of every attention layer of the decoder.
-        model: what tells the model from others (`heedful.hf.fingerprints.fingerprint`).
+        model: the fingerprint of the model (`heedful.hf.fingerprints.fingerprint`).
     """
 
     def __init__(self, layers: tuple[QueryStatistics, ...], model: dict) -> None:
@@ -123,7 +123,7 @@ class TriAttention(Eviction):
     form does not have, are bands of frequency zero.
 
     Arguments:
-        calibration: of the model, by `heedful.hf.calibration`.
+        calibration: of the model, by `heedful_lab.rivals.calibration`.
         heads: how a layer's heads are joined: the highest of their scores, or the mean.
         tokens, sinks, recent, keep_prompt: as of every policy.
 
@@ -141,8 +141,8 @@ class TriAttention(Eviction):
         if not isinstance(self.calibration, Calibration):
             raise UserError(
                 "calibration must be that of the model, got "
-                f"{self.calibration!r}; heedful calibrate MODEL makes one, and "
-                "heedful.hf.calibration.read_calibration(path, model) reads it"
+                f"{self.calibration!r}; heedful_lab.rivals.calibration.calibrate(model, sequences) "
+                "measures one"
             )
         check_choice("heads", self.heads, ("max", "mean"))
         super().__post_init__()
@@ -158,7 +158,7 @@ class TriAttention(Eviction):
             raise UserError(
                 f"eviction: {type(self).__name__} has the calibration of another model: layer "
                 f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {there} there; "
-                "calibrate this one with heedful calibrate"
+                "calibrate this one"
             )
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
@@ -186,7 +186,7 @@ def _later_queries(
 
 
 def _standardised(scores: Float[Tensor, "B H n"], cached: CachedTokens) -> Float[Tensor, "B H n"]:
-    """Less the mean and by the standard deviation of the real tokens, so that heads compare."""
+    """Scores minus the mean of the real tokens, divided by their standard deviation."""
     real = scores.new_ones(1, 1, scores.shape[2])
     if cached.real is not None:
         real = cached.real[:, None].to(scores.dtype)

@@ -1,1 +1,0 @@
-"""`heedful calibrate`: what a policy must know of a model's queries."""
