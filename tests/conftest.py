@@ -15,12 +15,13 @@ import pytest
 import torch
 from jaxtyping import config as jaxtyping_config
 
-from helpers import shapes
+from helpers import ROOT, shapes
 from helpers.crosses import in_share, leave_covers
 
 shapes.install()
 
 TESTS = Path(__file__).parent
+PLACES = ("src/heedful", "src/heedful_lab", "tests", "benchmarks")
 
 # A device context looks up once which functions it redirects: before one of them is replaced below,
 # or models "on meta" would take real memory.
@@ -63,6 +64,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> list[str]:
     return [] if shapes.CHECKED else ["shapes are not checked: beartype is not installed"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the lines of Python, which the house limits."""
+    counts = {place: lines_of(ROOT / place) for place in PLACES}
+    words = ", ".join(f"{place} {count:,}" for place, count in counts.items())
+    terminalreporter.write_line(f"lines of Python: {words}")
+
+
+def lines_of(place: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in place.rglob("*.py"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Shapes in annotations are checked at every call: the whole package but its public operators."""
+"""Shapes in annotations are checked at every call: both packages but the public operators."""
 
 import importlib.util
 
@@ -27,7 +27,7 @@ def install() -> None:
         return choose
 
     jaxtyping.jaxtyped = jaxtyped
-    install_import_hook("heedful", f"{__name__}.check")
+    install_import_hook(["heedful", "heedful_lab"], f"{__name__}.check")
 
 
 def check(function):
