@@ -61,7 +61,7 @@ def save_converted(
     folder.mkdir(parents=True, exist_ok=True)
     with writing_to(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         converted = use_cache_settings(model), model.config.architectures
-        set_use_cache(model, conversion._stock.use_cache)
+        set_use_cache(model, conversion._undo.use_cache)
         try:
             save(staging, **options)
         finally:

@@ -137,7 +137,7 @@ class LayerInputs(NamedTuple):
 NO_INPUTS = LayerInputs()
 
 
-class Tokens(NamedTuple):
+class ProjectionContext(NamedTuple):
     """Context of the tokens whose rows a layer changes before it attends.
 
     input: what the projection took of them, `[B, T, E]`; `None` before the projections.
@@ -152,7 +152,7 @@ class Tokens(NamedTuple):
     segments: Int[Tensor, "#B r+T"] | None = None
 
 
-ALONE = Tokens()
+ALONE = ProjectionContext()
 
 
 class GroupingReport(NamedTuple):
@@ -210,7 +210,7 @@ class Step(NamedTuple):
     logits: bool
 
 
-class Host(NamedTuple):
+class ModuleInfo(NamedTuple):
     """Properties of the attention module that a layer is in, set by the integration.
 
     terms: what the module's family does to its logits and weights.
@@ -290,7 +290,7 @@ class Layer(nn.Module):
     learns_groups: bool = False
     takes_steps: bool = False
 
-    host: Host = Host()
+    host: ModuleInfo = ModuleInfo()
     impl: Impl = "auto"
     tau: float | None = None
 
@@ -335,13 +335,13 @@ class Layer(nn.Module):
         return k
 
     def before_projection(
-        self, x: Float[Tensor, "B T E"], tokens: Tokens = ALONE
+        self, x: Float[Tensor, "B T E"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T E"]:
         """The attention module's input, before queries, keys and values are made of it."""
         return x
 
     def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T heads D"]:
         """Queries, keys or values as the projection gave them, before norms and rotation.
 

@@ -53,7 +53,7 @@ class EvictionOrderLoss:
 
     While a model in training mode runs within `observing()`, its layers compute standard attention,
     so that every layer has the base's own input, and report what this loss reads. Only the order of
-    F matters to it: `settle` gives F a scale afterwards. Retention gates, of which the lowest go
+    F matters to it: `rescale` gives F a scale afterwards. Retention gates, of which the lowest go
     first, stand for -F, and need no scale.
 
     Arguments:
@@ -139,16 +139,16 @@ class EvictionOrderLoss:
         return torch.stack([(f * visible).sum() / visible.sum() for f, visible in ends])
 
     @torch.no_grad()
-    def settle(self, levels: Float[Tensor, " L"]) -> None:
+    def rescale(self, levels: Float[Tensor, " L"]) -> None:
         """Scale the selectors' queries so that F is `LEVEL` where it was so much."""
         for layer, level in zip(self._maskers, levels.tolist(), strict=True):
             layer.query.weight.mul_(LEVEL / max(level, 1e-6))
 
     @contextmanager
     def settled(self, levels: Float[Tensor, " L"]) -> Iterator[None]:
-        """`settle`, taken back afterwards: for evaluation in the course of training."""
+        """`rescale`, taken back afterwards: for evaluation in the course of training."""
         weights = [layer.query.weight.detach().clone() for layer in self._maskers]
-        self.settle(levels)
+        self.rescale(levels)
         try:
             yield
         finally:

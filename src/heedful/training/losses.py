@@ -24,7 +24,7 @@ class _MemoryReport(NamedTuple):
     keys: int
 
 
-class _Reports:
+class AuxOutputs:
     """Hears what the layers of a model's newest forward pass return beside their output.
 
     By forward hooks, so that nothing is saved with the model. A subclass says which layers it
@@ -79,7 +79,7 @@ class _Reports:
             hook.remove()
         self._hooks, self._layers, self._reports = [], [], []
 
-    def __enter__(self) -> "_Reports":
+    def __enter__(self) -> "AuxOutputs":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,7 +117,7 @@ class _Reports:
             self._reports.append(report)
 
 
-class MemoryLoss(_Reports):
+class MemoryLoss(AuxOutputs):
     r"""The memory loss of a converted model: how many tokens its layers still need at worst.
 
     $$ \frac{1}{L\thinspace n} \sum_l \sum_d \max_{i \in d} M_i^l, \qquad
@@ -243,7 +243,7 @@ def _greatest(
     return torch.full_like(document, length).scatter_reduce(1, document, place, "amin")
 
 
-class GroupingLoss(_Reports):
+class GroupingLoss(AuxOutputs):
     r"""The loss that keeps learned groups (`cif`) at their configured size.
 
     It is $(g\,\overline{\alpha} - 1)^2$ for the configured size g and the mean weight of a token,

@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int, Int8
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 from heedful.hf.cache.slots import Slots
 
 READ = 2**17

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
 

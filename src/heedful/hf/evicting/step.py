@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 
 
 class Step(NamedTuple):

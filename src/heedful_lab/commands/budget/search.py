@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction
-from heedful.eviction.gather import check_policy
+from heedful.eviction.selection import check_policy
 from heedful.files import append_line, only_writer, write_whole
 from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.cache.base import AttentionCache
