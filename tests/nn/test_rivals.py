@@ -1,4 +1,4 @@
-"""Rivals against loops over single numbers: what is mixed, convolved, doubled or cut."""
+"""Baselines against loops over single numbers: what is mixed, convolved, doubled or cut."""
 
 import math
 

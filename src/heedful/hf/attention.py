@@ -69,8 +69,8 @@ def attention(
     if layer is None:
         raise UserError(
             f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
-            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
-            "heedful.load(folder) loads one"
+            f"{type(module).__name__} is not converted: heedful.convert(model, ...) converts "
+            "one, heedful.load(folder) loads one"
         )
     for name in others:
         if name not in _UNREAD:

@@ -76,8 +76,8 @@ class Conversion:
     where: by mechanism, in which attention these layers have it: `"decoder"`, `"encoder"`,
         `"cross"`.
     eviction: the policy of caches that `new_cache` and `generate` make, as `budgets.json` says.
-    after_eviction: lets low-rank matrices act once a cache has evicted; `None` without such ones.
-    matrices: a digest of the low-rank matrices that the model was opened with.
+    after_eviction: lets LoRA act once a cache has evicted; `None` without such LoRA.
+    matrices: a digest of the LoRA weights that the model was opened with.
     """
 
     model: PreTrainedModel = field(repr=False)

@@ -335,7 +335,7 @@ def _first_by_position(
 
 
 def is_whole_number(x: object) -> bool:
-    """`True` and `False` are none."""
+    """`True` and `False` are not whole numbers."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 

@@ -25,10 +25,10 @@ class _MemoryReport(NamedTuple):
 
 
 class AuxOutputs:
-    """Hears what the layers of a model's newest forward pass return beside their output.
+    """Collects auxiliary layer outputs of the last forward pass.
 
-    By forward hooks, so that nothing is saved with the model. A subclass says which layers it
-    listens to and what it reads; `what` names that in messages.
+    By forward hooks, so that nothing is saved with the model. A subclass defines which layers and
+    which of their outputs; `what` names these in messages.
     """
 
     what: str
@@ -144,7 +144,7 @@ class MemoryLoss(AuxOutputs):
 
     Raises:
         ValueError: no layer of the model can report memory, it has a memory loss already, or `tau`
-            is no positive number.
+            is not a positive number.
 
     Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
     section 4.

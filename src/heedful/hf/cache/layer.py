@@ -36,7 +36,7 @@ class LayerCache(AttentionCache):
         sliding: how far back the family's queries see; `None` for all tokens.
         budget: which tokens are evicted when; `None` keeps all that a window shows.
         meter: counts the whole cache's bytes; `None` makes one.
-        int8: whether tokens are kept in eight bits per number.
+        int8: whether tokens are stored as int8.
 
     Raises:
         ValueError: the policy cannot serve the layer.

@@ -175,7 +175,7 @@ def new_cache(
         slack: how many tokens more than its budget's a layer may cache before it evicts all of
             these at once; a query then attends to at most `tokens + slack`. Only of a model that is
             not converted.
-        dtype: `torch.int8` quantizes tokens to eight bits per number; by default they stay as the
+        dtype: `torch.int8` quantizes the cached tokens; by default they stay as the
             model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
         verify: prove by a few tokens, when a model that is not converted gets its first cache, that

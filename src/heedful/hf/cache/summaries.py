@@ -125,7 +125,7 @@ class SummaryCache(AttentionCache):
         new = self._group_tokens(layer, q, k, v, visibility, inputs)
         after, groups, summaries = self._appended(layer, before, new, visibility, inputs)
         if before is None and layer.learns_groups and layer.training:
-            # Whole sequences in training, with transformers' default cache: losses hear of them.
+            # Whole sequences in training, with transformers' default cache: losses read them.
             options = {"visibility": visibility, "scale": scale, "inputs": inputs}
             out = run_layer(layer, q, k, v, **options).output
         else:

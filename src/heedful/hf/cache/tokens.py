@@ -15,7 +15,7 @@ class StoredTokens:
     """Three streams of the same tokens, and their positions where some can be evicted.
 
     Arguments:
-        int8: whether the streams have eight bits per number.
+        int8: whether the streams are stored as int8.
 
     Attributes:
         keys, values: as the model gave them.

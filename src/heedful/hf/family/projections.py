@@ -1,9 +1,9 @@
 """Hooks on projections: a layer changes what goes into a family's projections and out of them.
 
 A layer that declares it is called with the module's input, and with queries, keys and values as
-the projections give them; norms, rotation and cache remain the family's. Where one projection makes
-all three, the family is asked, not known, which channel is whose: its attention is run on channel
-numbers, and has to hand each of them to its attention function.
+the projections give them; norms, rotation and cache remain the family's. The layout of a fused QKV
+projection is inferred by running the module on channel indices, each of which it has to pass to its
+attention function.
 """
 
 import inspect
