@@ -18,7 +18,7 @@ _BLOCK = 64  # query rows whose weights are in memory at once
 
 
 def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
-    """Raise unless the policy can serve the layer, under a budget of so many tokens if any."""
+    """Raise unless the policy supports the layer, under a budget of so many tokens if any."""
     name = type(policy).__name__
     if layer.summarises:
         raise UserError(

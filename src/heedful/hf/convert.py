@@ -236,7 +236,7 @@ def replace_attention(
     defined = {(placement.config, placement.attention.role) for placement in placements}
     roles = settled_roles(plan, defined, type(model).__name__)
     _check_changes(placements, type(model).__name__)
-    # All that can be refused has been: the model changes from here on.
+    # All checks have passed: the model changes from here on.
     undo = _install(model, placements) if attends else _install_beside(model, placements)
     model.__class__ = converted_class(type(model))
     mechanisms = {config: assignment.layers for config, assignment in plan.items()}

@@ -228,11 +228,11 @@ class Layer(nn.Module):
     """Base of all mechanisms' layers: attention on queries, keys and values of one module.
 
     The constructor initialises every parameter. The caller (the integration with transformers, a
-    model of one's own) serves what the attributes declare and guesses nothing.
+    model of one's own) provides what the attributes declare and guesses nothing.
 
     The mechanism declares, on its class or in its constructor:
 
-    roles: where the mechanism is defined; in others it is refused.
+    roles: where the mechanism is defined; in others it raises.
     takes: which of the family's terms `forward` applies, from `inputs`.
     needs: what `forward` gets in `inputs`; `"unprojected"` asks for calls of `before_projection`,
         `"unrotated"` for those of `before_rotation`.
@@ -413,7 +413,7 @@ def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
 
 
 def check_defaults(visibility: Visibility, names: tuple[str, ...], reason: str) -> None:
-    """Raise where a visibility says more than the layer can serve; `reason` says why, and what to
+    """Raise where a visibility says more than the layer supports; `reason` says why, and what to
     do."""
     for name in names:
         value = getattr(visibility, name)

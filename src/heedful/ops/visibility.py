@@ -292,7 +292,7 @@ class Visibility:
 
 
 def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Visibility:
-    """The visibility to use for these queries and so many keys; a mask in its place is refused."""
+    """The visibility to use for these queries and so many keys; a mask in its place raises."""
     visibility = Visibility() if visibility is None else visibility
     if not isinstance(visibility, Visibility):
         raise UserError(

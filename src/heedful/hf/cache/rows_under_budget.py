@@ -97,7 +97,7 @@ def evicting(
     routes = {}
     for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
         if budget is not None or int8:
-            cache_for(module, None, budget, int8=int8)  # raises if it cannot be served
+            cache_for(module, None, budget, int8=int8)  # raises if it is not supported
             routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)
     reads_positions = eviction is not None and "positions" in eviction.needs
     needs = frozenset({"positions"} if reads_positions else ())
