@@ -117,7 +117,7 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     for words, message in (
         (("made", "more", "--mechanism", "mta"), "is converted already; take its mechanism out"),
-        (("stock", "more", "--revert"), "is no converted model; there is nothing to take out"),
+        (("stock", "more", "--revert"), "is not a converted model; there is nothing to take out"),
         (("stock", "made", "--mechanism", "mta"), "out must be a new or empty folder"),
         (("stock", "more"), "give either --mechanism, or --revert"),
         (

@@ -143,8 +143,8 @@ def test_hugging_face_errors(hub, monkeypatch):
         ("hf:missing", "'hf:missing' could not be loaded by datasets: no such dataset; check name"),
         ("hf:columns", "'hf:columns': row 0 has no string \"text\" but body, id"),
         ("hf:hollow", "'hf:hollow' holds no text; take another split"),
-        ("hf:", "'hf:' is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]"),
-        ("hf:a:b:c:d", "'hf:a:b:c:d' is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]"),
+        ("hf:", "'hf:' is not a dataset; write hf:NAME[:CONFIG][:SPLIT]"),
+        ("hf:a:b:c:d", "'hf:a:b:c:d' is not a dataset; write hf:NAME[:CONFIG][:SPLIT]"),
     ]:
         with pytest.raises(ValueError, match=re.escape(f"text {message}")):
             corpus([path])
@@ -166,7 +166,7 @@ def test_errors_name_the_path_and_the_way_out(tmp_path):
         "other.jsonl": (b'{"body": "a"}', ': line 1 has no string "text"; each line must be'),
         "list.jsonl": (b"[1]", ': line 1 has no string "text"'),
         "none.jsonl": (b'{"text": ""}', " is empty"),
-        "half.jsonl": (b'{"text": "\\ud800"}', ": line 1 is no Unicode text"),
+        "half.jsonl": (b'{"text": "\\ud800"}', ": line 1 is not Unicode text"),
         "deep.jsonl": (b"[" * 100_000, ": line 1 is not JSON (maximum recursion depth"),
     }
     for name, (data, message) in bad.items():

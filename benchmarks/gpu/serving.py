@@ -1,8 +1,8 @@
-"""Decoding on a GPU with the whole cache and with small ones: time per token, and memory.
+"""Decoding on a GPU with the full cache and with small ones: time per token, and memory.
 
 A Llama of random weights in bf16, of about a billion parameters, reads a batch of prompts and
 decodes; unconverted with transformers' own cache, and converted with a budget for every layer. With
-a budget a prompt comes in chunks, so that the whole cache never exists.
+a budget a prompt comes in chunks, so that the full cache never exists.
 """
 
 import gc

@@ -6,7 +6,7 @@
 4. the fastest of stage 2 at 16k tokens, with peak memory;
 5. training steps of the 880M model of the multi-token paper;
 6. one new token with up to 32k keys;
-7. a model that decodes with the whole cache and with small ones.
+7. a model that decodes with the full cache and with small ones.
 
     python -m benchmarks.gpu.session --stage 2 --out runs/gpu.jsonl
 

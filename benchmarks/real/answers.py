@@ -1,4 +1,4 @@
-"""Conversations under small caches: what a model answers, judged by the base with its whole cache.
+"""Conversations under small caches: what a model answers, judged by the base with its full cache.
 
 Each question comes before or behind a passage of a book that no adapter was trained on. Answers are
 greedy. The base then reads each of them behind its conversation: a perplexity near that of its own
@@ -7,7 +7,7 @@ answers says that it could have written them too.
     python -m benchmarks.real.answers smollm2 adapters/smollm2-135m-hide --books books-test \
         --tokens 120 --policies by-layer --out runs/answers.jsonl
 
-Every model also answers with its whole cache. Settings that the file has already are skipped; a
+Every model also answers with its full cache. Settings that the file has already are skipped; a
 file of other conversations is refused.
 """
 

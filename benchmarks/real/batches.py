@@ -1,4 +1,4 @@
-"""Tokens per second of many requests at once, with the whole cache and with small ones.
+"""Tokens per second of many requests at once, with the full cache and with small ones.
 
 Memory limits how many requests a server answers at a time. Four requests of unlike lengths, padded
 on the left, are read once, and their cache is copied until there are so many requests; then tokens

@@ -68,7 +68,7 @@ def last_words() -> str:
 
 
 def multi_token() -> str:
-    """Low-rank matrices alone, and what multi-token attention beside them changes, by seed."""
+    """LoRA alone, and the effect of multi-token attention beside it, by seed."""
     records = read_study("mta")
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
     stock = (_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)
@@ -135,7 +135,7 @@ def _trained(study: str, *mechanisms: str) -> list[dict]:
 def _beside_control(
     records: list[dict], names: dict[str, str], seed: int, study: str = "lora"
 ) -> list[list[str]]:
-    """Low-rank matrices alone, and what mechanisms beside them change."""
+    """LoRA alone, and the effect of mechanisms beside it."""
     bits = {r["model"]: r["ended"]["bits_per_byte"] for r in read_study("mta-training")}
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
     control = f"runs/{study}-standard-{seed}"

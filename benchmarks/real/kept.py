@@ -68,7 +68,7 @@ def main() -> None:
 
 @torch.no_grad()
 def surprise(model, ids: torch.Tensor) -> list[float]:
-    """The nats of each token under the model with its whole cache; 0 for the first."""
+    """The nats of each token under the model with its full cache; 0 for the first."""
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return [0.0, *cross_entropy(logits, ids[0, 1:], reduction="none").tolist()]
 

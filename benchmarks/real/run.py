@@ -1,7 +1,7 @@
 """A pretrained model under small caches: perplexity, needles and bytes of every policy.
 
 Books that no adapter was trained on are read from a place within each, and scored against the same
-model with its whole cache. Needles are numbers in such a book (`heedful eval`'s). Text comes in
+model with its full cache. Needles are numbers in such a book (`heedful eval`'s). Text comes in
 chunks of `--chunk` tokens, for every policy alike, so that a question is not known while the text
 before it is read; after each chunk a layer evicts down to its budget. Peak bytes hold the chunk.
 

@@ -67,7 +67,7 @@ COMPARED = (
 
 
 def _line(record: dict, whole: dict) -> list[str]:
-    """A setting beside the base with its whole cache; of ten books with an interval."""
+    """A setting beside the base with its full cache; of ten books with an interval."""
     return [
         MODELS[record["model"]],
         POLICIES[record["policy"]],
@@ -134,7 +134,7 @@ def _setting(record: dict) -> tuple[str, str, int]:
 
 
 def _records(name: str) -> list[dict]:
-    """The records of a file, the base first and every model's whole cache before its policies."""
+    """The records of a file, the base first and every model's full cache before its policies."""
     models = list(MODELS)
     return sorted(
         read_study(f"cache-{name}"),
@@ -152,7 +152,7 @@ def ten_books(name: str) -> list[dict]:
 
 
 def real_cache(name: str) -> str:
-    """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
+    """Perplexity, needles and bytes of every policy, beside the base with its full cache."""
     records = _records(name)
     lines = [_line(record, _whole(records)) for record in records]
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
@@ -186,7 +186,7 @@ def question_known() -> str:
 
 
 def several_numbers() -> str:
-    """Several numbers in a text, one of them queried: beside the base with its whole cache."""
+    """Several numbers in a text, one of them queried: beside the base with its full cache."""
     records = _records("numbers")
     base, lines = numpy.concatenate([*_whole(records)["hits"].values()]), []
     for r in records:
@@ -322,7 +322,7 @@ def averaged_maps() -> str:
 
 
 def real_int8() -> str:
-    """Caches in eight bits, each behind the same one in float32 where there is one."""
+    """Int8 caches, each behind the same one in float32 where there is one."""
     exact, records = ten_books("1024"), ten_books("1024-int8")
     whole, lines = _whole(exact), []
     for record in records:

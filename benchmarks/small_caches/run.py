@@ -97,7 +97,7 @@ def searched(model: PreTrainedModel, task: Task, name: str, args: argparse.Names
     rows = {split: other.batch(args.batch, 1, SEARCHED_ON) for split, other in splits.items()}
 
     def loss(budgets: tuple[int, ...]) -> float:
-        """The worst split's, above that of the whole cache; of perplexity a share of it."""
+        """The worst split's, above that of the full cache; of perplexity a share of it."""
         if budgets not in tried:
             with torch.no_grad(), evicting(model, MostHidden(tokens=budgets)):
                 tried[budgets] = {

@@ -143,7 +143,7 @@ def ordering(
 
         yield loss_of
         rows = task.batch(args.batch, 1, args.steps)
-        order.settle(order.levels(model, {"input_ids": rows.input_ids, "labels": rows.labels}))
+        order.rescale(order.levels(model, {"input_ids": rows.input_ids, "labels": rows.labels}))
 
 
 def teach(

@@ -6,14 +6,14 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class UserError(ValueError):
-    """Input that cannot be served, with a message for whoever gave it.
+    """Input that is not supported, with a message for whoever gave it.
 
     The command line prints it as one line; any other error of the library keeps its traceback.
     """
 
 
 def is_whole(value: object, least: int) -> bool:
-    """A whole number of at least `least`; `True` and `False` are none."""
+    """A whole number of at least `least`; `True` and `False` are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -387,8 +387,8 @@ def _json_lines(
                 content.encode()
             except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
                 raise UserError(
-                    f"text {name!r}: line {number} is no Unicode text "
-                    f"({error.reason}); mend the line or leave it out"
+                    f"text {name!r}: line {number} is not Unicode text "
+                    f"({error.reason}); fix the line or leave it out"
                 ) from error
             values.append(content)
         yield number, tuple(values)
@@ -408,7 +408,7 @@ def _standard_library() -> Iterator[Piece]:
 def _hugging_face(path: str, *, streaming: bool) -> Iterator[Piece]:
     parts = path.removeprefix(_HF).split(":")
     if not parts[0] or len(parts) > 3:
-        raise UserError(f"text {path!r} is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]")
+        raise UserError(f"text {path!r} is not a dataset; write hf:NAME[:CONFIG][:SPLIT]")
     empty = True
     for number, row in enumerate(_dataset(path, parts, streaming=streaming)):
         if not isinstance(row.get("text"), str):
@@ -427,7 +427,7 @@ def _paired_rows(path: str) -> Iterator[TextPair]:
     parts = path.removeprefix(_HF).split(":")
     if not parts[0] or len(parts) not in (1, 2, 3, 5):
         raise UserError(
-            f"text {path!r} is no dataset of pairs; one is written "
+            f"text {path!r} is not a dataset of pairs; write "
             "hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]"
         )
     pair_columns = tuple(parts[3:])

@@ -56,7 +56,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 
 def check_new_folder(out: str | os.PathLike) -> None:
-    """Raise unless `out` is no file and no folder with something in it."""
+    """Raise if `out` is a file, or a folder with something in it."""
     place = Path(out)
     if not os.fspath(out) or place.is_file() or (place.is_dir() and any(place.iterdir())):
         raise UserError(f"out must be a new or empty folder, got {os.fspath(out)!r}; name another")
@@ -132,7 +132,7 @@ def read_each(
 
     Arguments:
         path: the file.
-        from_json: what reads one line; raises a `ValueError` for what is none.
+        from_json: what reads one line; raises a `ValueError` for an invalid one.
         kind: what a line is, for the message.
 
     Raises:
@@ -150,7 +150,7 @@ def read_each(
             entries.append((number, from_json(line.decode())))
         except ValueError as error:
             raise UserError(
-                f"{path}, line {number}: not {kind} ({error}); mend or delete the line"
+                f"{path}, line {number}: not {kind} ({error}); fix or delete the line"
             ) from error
     return entries
 

@@ -212,7 +212,7 @@ class _Fit(NamedTuple):
 def _fit(model, config) -> tuple[_Fit | None, str]:
     """Describe a mechanism in a model on `meta`, or why it does not fit."""
     from heedful.hf import convert
-    from heedful.hf.cache.new import kept_beside
+    from heedful.hf.cache.places import kept_beside
     from heedful.nn import Layer
 
     try:

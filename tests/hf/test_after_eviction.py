@@ -1,4 +1,4 @@
-"""Low-rank matrices that act once a cache has evicted: where they act, and what stays as it was."""
+"""LoRA that acts once a cache has evicted: where it acts, and what stays as it was."""
 
 import copy
 import json
@@ -98,20 +98,20 @@ def test_budgets_of_other_matrices_are_refused(tmp_path, merged):
     write_budgets(path, POLICY, first, {})
     assert heedful.load(tmp_path / "first")._heedful.eviction == POLICY
     (tmp_path / "other" / "budgets.json").write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match="were searched with other low-rank matrices: search"):
+    with pytest.raises(ValueError, match="were searched with other LoRA: search"):
         heedful.load(tmp_path / "other")
     selectors = copy.deepcopy(base)
     torch.manual_seed(0)
     heedful.convert(selectors, EXTRA)
     stir(selectors, 0.5, ".heedful.")
-    with pytest.raises(ValueError, match="low-rank matrices that this model lacks: search"):
+    with pytest.raises(ValueError, match="LoRA that this model lacks: search"):
         read_budgets(path, selectors)
     write_budgets(path, POLICY, selectors, {})
-    with pytest.raises(ValueError, match="were searched without the low-rank matrices: search"):
+    with pytest.raises(ValueError, match="were searched without the LoRA: search"):
         read_budgets(path, other)
     write_budgets(path, POLICY, first, {})
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    with pytest.warns(UserWarning, match="do not say for which low-rank matrices they were"):
+    with pytest.warns(UserWarning, match="do not record the LoRA that they were"):
         assert heedful.load(tmp_path / "first")._heedful.eviction == POLICY
 
 

@@ -21,12 +21,12 @@ from heedful.nn import (
     LayerInputs,
     MultiToken,
     Parallax,
+    ProjectionContext,
     RetentionGate,
     Selective,
     Simplicial,
     Standard,
     TalkingHeads,
-    Tokens,
     ablations,
     mechanism,
 )
@@ -93,7 +93,7 @@ def opened(attention: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInput
     """Queries, keys and values as the layer changes them before the rotation."""
     if "unrotated" not in attention.needs:
         return [q, k, v]
-    beside = Tokens(input=inputs.input)
+    beside = ProjectionContext(input=inputs.input)
     parts = zip("qkv", (q, k, v), strict=True)
     return [
         attention.before_rotation(x, y.transpose(1, 2), beside).transpose(1, 2) for x, y in parts

@@ -1,4 +1,4 @@
-"""Rivals against loops over single numbers: what is mixed, convolved, doubled or cut."""
+"""Baselines against loops over single numbers: what is mixed, convolved, doubled or cut."""
 
 import math
 
@@ -14,8 +14,8 @@ from heedful.nn import (
     KnockingHeads,
     LayerInputs,
     LocalGlobal,
+    ProjectionContext,
     Standard,
-    Tokens,
 )
 from heedful.ops import Visibility
 from helpers.layers import SHAPE, stirred
@@ -118,7 +118,7 @@ def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segmen
     new = 8 - cached
     x, inputs = draw(2, 8, 4, 6), draw(2, 8, 20)
     past = (None, None) if not cached else (inputs[:, :cached], x[:, :cached])
-    beside = Tokens(past=past[0], segments=segments)
+    beside = ProjectionContext(past=past[0], segments=segments)
     expected = convolved(inputs[:, cached:], module.kernels["input"], past[0], segments)
     actual = module.before_projection(inputs[:, cached:], beside)
     torch.testing.assert_close(actual, expected, **EXACT)
@@ -129,7 +129,7 @@ def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segmen
             queries[:, cached:].flatten(2), module.kernels[part],
             None if before is None else before.flatten(2), segments,
         )  # fmt: skip
-        beside = Tokens(past=before, segments=segments)
+        beside = ProjectionContext(past=before, segments=segments)
         actual = module.before_rotation(part, queries[:, cached:], beside)
         assert actual.shape == (2, new, heads, 6)
         torch.testing.assert_close(actual.flatten(2), expected, **EXACT)
@@ -138,7 +138,9 @@ def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segmen
 def test_what_padding_holds_does_not_reach_a_convolution():
     module, inputs = stirred(Canon("A")), draw(1, 5, 20)
     inputs[:, 1] = float("nan")
-    actual = module.before_projection(inputs, Tokens(segments=torch.tensor([[-1, -1, 0, 0, 0]])))
+    actual = module.before_projection(
+        inputs, ProjectionContext(segments=torch.tensor([[-1, -1, 0, 0, 0]]))
+    )
     assert bool(actual[:, 2:].isfinite().all())
 
 
@@ -163,10 +165,10 @@ def test_differential_v2():
     for b, t, h, c in torch.cartesian_prod(*map(torch.arange, q.shape)).tolist():
         row = module.query.weight.detach()[h * 6 + c]
         second[b, t, h, c] = sum(float(inputs[b, t, e] * row[e]) for e in range(20))
-    pairs = module.before_rotation("q", q, Tokens(input=inputs))
+    pairs = module.before_rotation("q", q, ProjectionContext(input=inputs))
     torch.testing.assert_close(pairs[:, :, 0::2], q, **EXACT)
     torch.testing.assert_close(pairs[:, :, 1::2], second, **EXACT)
-    assert module.before_rotation("k", k, Tokens(input=inputs)) is k
+    assert module.before_rotation("k", k, ProjectionContext(input=inputs)) is k
     expected = attended(q, k, v)
     less = attended(second, k, v)
     for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():

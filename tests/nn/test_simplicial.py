@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heedful.eviction import MostHidden, StreamingLLM
-from heedful.eviction.gather import check_policy
+from heedful.eviction.selection import check_policy
 from heedful.nn import (
     HeadShape,
     LayerInputs,

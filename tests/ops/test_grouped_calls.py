@@ -199,7 +199,7 @@ def test_a_row_of_padding_has_no_groups():
         ({"groups": replace(fixed_groups(4, TOKENS), longest=3)}, r"groups have one of 4 tokens"),
         ({"visibility": VISIBILITIES["ragged documents"](TOKENS)}, r"groups hold padding or cross"),
         ({"visibility": Visibility(padding=torch.arange(TOKENS)[None] < 30)}, r"groups hold padd"),
-        ({"query_groups": fixed_groups(3, TOKENS)}, r"query_groups must be None but in a cross"),
+        ({"query_groups": fixed_groups(3, TOKENS)}, r"query_groups must be None except in cross"),
         ({"summaries": Summaries(draw(2, 2, 10, 6), draw(2, 2, 10, 6),
           draw(2, 4, 9, 6))}, r"summaries.q must have one query for each of the 10 groups"),
         ({"bias": torch.zeros(TOKENS, TOKENS)}, r"bias must be \[1 or 2, 1 or 4, 37, 37\]"),

@@ -127,7 +127,7 @@ def test_columns_of_data_sets(hub):
         "hf:half": "row 0 has no two texts",
         "hf:blank": "row 0 has an empty target",
         "hf:own:::question:reply": "has no two texts question and reply",
-        "hf:own:a:b:c": "is no dataset of pairs; one is written hf:NAME",
+        "hf:own:a:b:c": "is not a dataset of pairs; write hf:NAME",
     }
     for path, message in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -181,7 +181,7 @@ def test_the_loss_of_gates_is_that_of_what_they_evict(monkeypatch):
         reports += order._reports
         assert order(20).item() > 0.01 and len(reports) == 3
         assert order.levels(model, {"input_ids": ids, "labels": ids}).shape == (0,)
-        order.settle(torch.empty(0))
+        order.rescale(torch.empty(0))
     inputs = model.get_input_embeddings()(ids)
     first = model.model.layers[0]
     gates = first.self_attn.heedful.retention(first.input_layernorm(inputs))[..., 0]

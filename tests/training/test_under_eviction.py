@@ -183,7 +183,7 @@ def test_an_adapter_learns_to_do_without_what_is_evicted(options):
     log = map(json.loads, Path("evict/log.jsonl").read_text().splitlines())
     losses = [x["loss"] for x in log if "loss" in x]
     assert len(losses) == 3 and min(losses) > 1e-7  # the base with its whole context is the target
-    with pytest.raises(ValueError, match="trains low-rank matrices, got train='mechanism'"):
+    with pytest.raises(ValueError, match="trains LoRA, got train='mechanism'"):
         train_text(replace(options, train="mechanism", out="other"), show=False)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
-from heedful.nn import Layer, Tokens
+from heedful.nn import Layer, ProjectionContext
 from heedful_vllm.attention import LayerImpl
 from heedful_vllm.batch import Batch
 from heedful_vllm.state import Rows
@@ -51,7 +51,7 @@ class Projections:
         changed = []
         for part, x in zip(PARTS, output[0].split(self.widths, dim=-1), strict=True):
 
-            def change(x: Tensor, tokens: Tokens, part: str = part) -> Tensor:
+            def change(x: Tensor, tokens: ProjectionContext, part: str = part) -> Tensor:
                 return self.layer.before_rotation(part, x, tokens)
 
             heads = x.unflatten(-1, (-1, self.layer.shape.dim))
@@ -62,20 +62,20 @@ class Projections:
         self,
         part: str,
         x: Float[Tensor, "tokens ..."],
-        change: Callable[[Tensor, Tokens], Tensor],
+        change: Callable[[Tensor, ProjectionContext], Tensor],
         took: Float[Tensor, "tokens E"] | None = None,
     ) -> Float[Tensor, "tokens ..."]:
         """The step's tokens after a change that may read each request's earlier ones."""
         batch: Batch | None = get_attention_context(self.name)[0]
         if batch is None or not self.layer.past_inputs:
-            return change(x[None], Tokens(None if took is None else took[None]))[0]
+            return change(x[None], ProjectionContext(None if took is None else took[None]))[0]
         changed = []
         for request in batch.requests:
             new = x[request.new]
             joined = self.rows[part].join(request.page, request.before, new)
             past = joined[: len(joined) - len(new)]
             own = None if took is None else took[None, request.new]
-            tokens = Tokens(own, past[None] if len(past) else None)
+            tokens = ProjectionContext(own, past[None] if len(past) else None)
             changed.append(change(new[None], tokens)[0])
         rest = x[sum(len(part) for part in changed) :]  # what vLLM fills a step up with
         return torch.cat([*changed, rest])

@@ -129,7 +129,7 @@ class Eviction:
                 )
 
     def check(self, layer: Layer) -> None:
-        """Raise a `ValueError` unless the policy can serve a layer."""
+        """Raise a `ValueError` unless the policy supports a layer."""
         name, kind = type(self).__name__, type(layer).__name__
         if "F" in self.needs and not layer.hides:
             raise UserError(

@@ -1,8 +1,8 @@
 """Adapter folders: a few MB trained beside a frozen base, which open on that base alone.
 
 `adapter.json` names the mechanisms and the base, with a fingerprint of its weights. The mechanism's
-parameters lie in `adapter.safetensors`; with low-rank matrices, in PEFT's own files instead, which
-PEFT opens too. Matrices are merged into the weights, but for those that act after an eviction. A
+parameters lie in `adapter.safetensors`; with LoRA, in PEFT's own files instead, which
+PEFT opens too. LoRA is merged into the weights, unless it acts after an eviction only. A
 `budgets.json` may lie beside them.
 """
 
@@ -60,8 +60,8 @@ def save_adapter(
 
     Raises:
         ValueError: the model is not converted, or there is nothing to save: neither parameters of
-            its mechanism nor low-rank matrices; or these act after an eviction, and the model has
-            been opened with them.
+            its mechanism nor LoRA; or LoRA acts after an eviction, and the model has been opened
+            with it.
     """
     converted = converted_inside(model)
     conversion = conversion_of(converted)
@@ -136,7 +136,7 @@ def load_adapter(
 ) -> PreTrainedModel:
     """Open a base with an adapter.
 
-    Low-rank matrices are merged into its weights, but for those that act after an eviction.
+    LoRA is merged into its weights, unless it acts after an eviction only.
 
     Arguments:
         base: its name, or the model itself, which is converted in place.
@@ -146,7 +146,7 @@ def load_adapter(
 
     Raises:
         ValueError: there is no such base or adapter, the adapter is damaged, or belongs to another
-            base, or has low-rank matrices, which need the package peft; a model that was passed in
+            base, or has LoRA, which needs the package peft; a model that was passed in
             is left as it was.
 
     Warns:
@@ -198,7 +198,7 @@ def load_adapter(
 
 
 def _matrices_in(folder: Path) -> str | None:
-    """A digest of the low-rank matrices in PEFT's file; `None` where it cannot be read."""
+    """A digest of the LoRA weights in PEFT's file; `None` where it cannot be read."""
     try:
         return matrices_digest(load_file(folder / _PEFT[1]).items())
     except (OSError, SafetensorError):
@@ -206,7 +206,7 @@ def _matrices_in(folder: Path) -> str | None:
 
 
 def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model with PEFT's low-rank matrices added to its weights."""
+    """The model with PEFT's LoRA merged into its weights."""
     import peft
 
     try:
@@ -216,7 +216,7 @@ def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _put_beside(model: PreTrainedModel, folder: Path) -> None:
-    """Add PEFT's low-rank matrices beside the weights, to act after an eviction."""
+    """Add PEFT's LoRA beside the weights, to act after an eviction."""
     import peft
 
     try:

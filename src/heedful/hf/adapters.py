@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "PeftModel":
     """PEFT's `get_peft_model` for a converted model, whose mechanism the adapter trains and saves.
 
-    The mechanism's parameters are trained in full, in fp32, beside the low-rank matrices of the
-    other layers; `save_pretrained` of what is returned writes both. To go on from there, convert or
+    The mechanism's parameters are trained in full, in fp32, beside the LoRA of the other
+    layers; `save_pretrained` of what is returned writes both. To go on from there, convert or
     `heedful.load` the same base and call `peft.PeftModel.from_pretrained(base, folder)`;
     `merge_and_unload()` then gives a converted model without an adapter.
 
@@ -62,13 +62,13 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
 
 
 def check_peft() -> None:
-    """Raise a `ValueError` without the package that low-rank matrices need."""
+    """Raise a `ValueError` without the package that LoRA needs."""
     if importlib.util.find_spec("peft") is None:
-        raise UserError("low-rank matrices need the package peft: pip install 'heedful[lora]'")
+        raise UserError("LoRA needs the package peft: pip install 'heedful[lora]'")
 
 
 def with_low_rank(model: PreTrainedModel, rank: int) -> "PeftModel":
-    """A converted model with low-rank matrices beside all linear layers of its base.
+    """A converted model with LoRA beside all linear layers of its base.
 
     Their sum with a weight counts twice the product of the matrices (`lora_alpha` is 2 x rank).
 

@@ -1,4 +1,4 @@
-"""Low-rank matrices that act once a cache has evicted something, in full once half is evicted.
+"""LoRA that acts once a cache has evicted something, in full once half is evicted.
 
 A model that learns to do without what is evicted changes its answers also where little is evicted.
 So what its matrices add to a token is multiplied by min(1, 2 s), with s the share of the earlier
@@ -143,7 +143,7 @@ def _as_far(
 
 
 class AfterEviction:
-    """Lets the low-rank matrices of a model act on tokens that are read after an eviction.
+    """Lets the LoRA of a model act on tokens that are read after an eviction.
 
     What they add to a layer's output is multiplied by a strength between 0 and 1: twice the share
     of the sequence's tokens that is evicted before the call, on average over the layers. Padding,

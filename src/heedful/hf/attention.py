@@ -6,7 +6,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.crossing import of_source
-from heedful.hf.cache.new import layer_cache
+from heedful.hf.cache.places import layer_cache
 from heedful.hf.family.mask import AttentionContext, attention_context
 from heedful.hf.family.modules import SOURCES
 from heedful.hf.family.projections import NAME, PROJECTION_HOOKS, begin_call, end_call
@@ -69,8 +69,8 @@ def attention(
     if layer is None:
         raise UserError(
             f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
-            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
-            "heedful.load(folder) loads one"
+            f"{type(module).__name__} is not converted: heedful.convert(model, ...) converts "
+            "one, heedful.load(folder) loads one"
         )
     for name in others:
         if name not in _UNREAD:

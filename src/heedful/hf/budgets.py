@@ -15,7 +15,7 @@ from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.identity import matrices_digest
 
 NAME = "budgets.json"
-FORMATS = (1, 2)  # the second knows which low-rank matrices the budgets are for
+FORMATS = (1, 2)  # the second records the LoRA that the budgets are for
 
 
 def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict) -> None:
@@ -33,7 +33,7 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
     if type(eviction) not in POLICIES:
         raise UserError(
             f"eviction: budgets.json names heedful's own policies, and {type(eviction).__name__} "
-            "is none of them; hand it to heedful.new_cache"
+            "is not one of them; hand it to heedful.new_cache"
         )
     policy = {"kind": type(eviction).__name__}
     policy |= {name: getattr(eviction, name) for name in _arguments(type(eviction))}
@@ -71,14 +71,13 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     if data["format"] == 2 and own != theirs:
         raise UserError(
             f"budgets {path} were searched {'with other' if own and theirs else 'without the'} "
-            "low-rank matrices"
-            f"{'' if own else ' that this model lacks' if theirs else ''}: search budgets again "
-            "with heedful budget, or delete the file (heedful.load(folder, budgets=False) leaves "
-            "it unread)"
+            f"LoRA{'' if own else ' that this model lacks' if theirs else ''}: search budgets "
+            "again with heedful budget, or delete the file (heedful.load(folder, budgets=False) "
+            "leaves it unread)"
         )
     if data["format"] == 1 and own is not None:
         warnings.warn(
-            f"budgets {path} do not say for which low-rank matrices they were searched, as an "
+            f"budgets {path} do not record the LoRA that they were searched with, as an "
             "older version wrote them; heedful budget searches them anew",
             stacklevel=2,
         )
@@ -131,7 +130,7 @@ def _is_alike(saved: object, model: nn.Module) -> bool:
 
 
 def _matrices_of(model: nn.Module) -> str | None:
-    """A digest of the low-rank matrices in the model, or of those that were merged into it."""
+    """A digest of the LoRA weights in the model, or of those that were merged into it."""
     live = matrices_digest(model.named_parameters())
     return getattr(getattr(model, "_heedful", None), "matrices", None) if live is None else live
 

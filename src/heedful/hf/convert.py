@@ -50,11 +50,11 @@ from heedful.nn import (
     Standard,
     StandardAttention,
 )
-from heedful.nn.layer import Host, Rotation, Term
+from heedful.nn.layer import ModuleInfo, Rotation, Term
 from heedful.ops.impl import Impl, check_impl
 
 
-class Stock(NamedTuple):
+class UndoInfo(NamedTuple):
     """Data needed to undo a conversion.
 
     hooks: handles of all hooks that were registered.
@@ -76,14 +76,14 @@ class Conversion:
     where: by mechanism, in which attention these layers have it: `"decoder"`, `"encoder"`,
         `"cross"`.
     eviction: the policy of caches that `new_cache` and `generate` make, as `budgets.json` says.
-    after_eviction: lets low-rank matrices act once a cache has evicted; `None` without such ones.
-    matrices: a digest of the low-rank matrices that the model was opened with.
+    after_eviction: lets LoRA act once a cache has evicted; `None` without such LoRA.
+    matrices: a digest of the LoRA weights that the model was opened with.
     """
 
     model: PreTrainedModel = field(repr=False)
     mechanisms: dict[Mechanism, tuple[int, ...]]
     where: dict[Mechanism, tuple[Role, ...]]
-    _stock: Stock = field(repr=False)
+    _undo: UndoInfo = field(repr=False)
     eviction: Eviction | None = None
     after_eviction: AfterEviction | None = field(default=None, repr=False)
     matrices: str | None = field(default=None, repr=False)
@@ -113,7 +113,7 @@ class Conversion:
         return {name: p for name, p in self.model.named_parameters() if marked in name}
 
 
-class Seat(NamedTuple):
+class Placement(NamedTuple):
     """An attention module and what the conversion puts into it.
 
     config: the mechanism of its layer; `None` where the plan leaves standard attention.
@@ -232,20 +232,20 @@ def replace_attention(
         prove(model, replace_attention)
     modules = list(find_attention(model).values())
     plan = make_plan(mechanism, layers, where, modules, type(model).__name__)
-    seats = [_seat(model, attention, plan, impl) for attention in modules]
-    defined = {(seat.config, seat.attention.role) for seat in seats}
+    placements = [_placement(model, attention, plan, impl) for attention in modules]
+    defined = {(placement.config, placement.attention.role) for placement in placements}
     roles = settled_roles(plan, defined, type(model).__name__)
-    _check_changes(seats, type(model).__name__)
-    # All that can be refused has been: the model changes from here on.
-    stock = _install(model, seats) if attends else _install_beside(model, seats)
+    _check_changes(placements, type(model).__name__)
+    # All checks have passed: the model changes from here on.
+    undo = _install(model, placements) if attends else _install_beside(model, placements)
     model.__class__ = converted_class(type(model))
     mechanisms = {config: assignment.layers for config, assignment in plan.items()}
-    model._heedful = Conversion(model, mechanisms, roles, stock)
+    model._heedful = Conversion(model, mechanisms, roles, undo)
     own_cache = caches(model, exactly=True)
-    for seat in seats:
-        seat.layer.host = seat.layer.host._replace(own_cache=own_cache, attends=attends)
+    for placement in placements:
+        placement.layer.host = placement.layer.host._replace(own_cache=own_cache, attends=attends)
     if attends and not caches(model):
-        set_use_cache(model, dict.fromkeys(stock.use_cache, False))
+        set_use_cache(model, dict.fromkeys(undo.use_cache, False))
     return model._heedful
 
 
@@ -269,9 +269,9 @@ def _check_convertible(model: object) -> None:
         )
 
 
-def _seat(
+def _placement(
     model: PreTrainedModel, attention: Attention, plan: dict[Mechanism, Assignment], impl: Impl
-) -> Seat:
+) -> Placement:
     """Build the plan's layer for an attention module; nothing of the model changes."""
     module, terms, shape = attention.module, terms_of(attention.module), head_shape(attention)
     config = mechanism_at(plan, attention)
@@ -279,8 +279,8 @@ def _seat(
         layer = (config or Standard()).build(shape)
         if config and not _is_defined(config, layer, attention, terms, plan[config].explicit):
             config, layer = None, Standard().build(shape)
-    layer.impl, layer.host = impl, Host(terms)
-    return Seat(
+    layer.impl, layer.host = impl, ModuleInfo(terms)
+    return Placement(
         attention,
         layer,
         config,
@@ -290,10 +290,10 @@ def _seat(
     )
 
 
-def _check_changes(seats: list[Seat], model: str) -> None:
+def _check_changes(placements: list[Placement], model: str) -> None:
     """Raise where a mechanism of every n-th layer changes none, as n are too many."""
-    for config in {seat.config for seat in seats} - {None, Standard()}:
-        layers = [seat.layer for seat in seats if seat.config == config]
+    for config in {placement.config for placement in placements} - {None, Standard()}:
+        layers = [placement.layer for placement in placements if placement.config == config]
         if all(_is_standard(layer) for layer in layers):
             every = "conv_every" if hasattr(config, "conv_every") else "every"
             raise UserError(
@@ -335,11 +335,11 @@ def _is_defined(
     return False
 
 
-def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
+def _install(model: PreTrainedModel, placements: list[Placement]) -> UndoInfo:
     """Put layers and hooks into the model; returns what takes them out again."""
     remove(model)  # of caches for models as they are
     _own_config(model)
-    attention = [seat.attention for seat in seats]
+    attention = [placement.attention for placement in placements]
     configs = {id(x.module.config): x.module.config for x in attention}.values()
     implementations = [(config, implementation_of(config)) for config in configs]
     use_cache = use_cache_settings(model)
@@ -347,30 +347,30 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     for config in configs:
         set_implementation(config, IMPLEMENTATION)
     hooks = _call_hooks(model, attention)
-    for seat in seats:
-        module = seat.attention.module
-        setattr(module, NAME, seat.layer.train(model.training))
+    for placement in placements:
+        module = placement.attention.module
+        setattr(module, NAME, placement.layer.train(model.training))
         hooks.append(module.register_forward_pre_hook(before_attention, with_kwargs=True))
-        if edits_projections(seat.layer):
+        if edits_projections(placement.layer):
             hooks.append(module.register_forward_hook(after_attention, always_call=True))
-        if seat.mlp is not None:
-            scale = _ScaledInput(seat.layer.input_factor)
-            hooks.append(seat.mlp.register_forward_pre_hook(scale))
-        if "rotation" in seat.layer.needs:
-            setattr(module, ROTATION, seat.rotation)
-        setattr(module, PROJECTION_HOOKS, seat.hooks)
-        for hook in seat.hooks:
+        if placement.mlp is not None:
+            scale = _ScaledInput(placement.layer.input_factor)
+            hooks.append(placement.mlp.register_forward_pre_hook(scale))
+        if "rotation" in placement.layer.needs:
+            setattr(module, ROTATION, placement.rotation)
+        setattr(module, PROJECTION_HOOKS, placement.hooks)
+        for hook in placement.hooks:
             hook.follow()
-    return Stock(hooks, implementations, use_cache)
+    return UndoInfo(hooks, implementations, use_cache)
 
 
-def _install_beside(model: PreTrainedModel, seats: list[Seat]) -> Stock:
+def _install_beside(model: PreTrainedModel, placements: list[Placement]) -> UndoInfo:
     """Put layers into the model that leave its attention alone."""
-    for seat in seats:
-        setattr(seat.attention.module, NAME, seat.layer.train(model.training))
-        setattr(seat.attention.module, PROJECTION_HOOKS, [])
-    hooks = _call_hooks(model, [seat.attention for seat in seats])
-    return Stock(hooks, [], use_cache_settings(model))
+    for placement in placements:
+        setattr(placement.attention.module, NAME, placement.layer.train(model.training))
+        setattr(placement.attention.module, PROJECTION_HOOKS, [])
+    hooks = _call_hooks(model, [placement.attention for placement in placements])
+    return UndoInfo(hooks, [], use_cache_settings(model))
 
 
 def _call_hooks(model: PreTrainedModel, modules: list[Attention]) -> list:
@@ -433,13 +433,13 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
             hook.close()
     if conversion.after_eviction is not None:
         conversion.after_eviction.remove(model)
-    stock = conversion._stock
-    for handle in stock.hooks:
+    undo = conversion._undo
+    for handle in undo.hooks:
         handle.remove()
     remove(model)
-    for config, implementation in stock.implementations:
+    for config, implementation in undo.implementations:
         set_implementation(config, implementation)
-    set_use_cache(model, stock.use_cache)
+    set_use_cache(model, undo.use_cache)
     return model
 
 

@@ -14,13 +14,12 @@ from heedful.hf.cache.new import (
     EncoderDecoderKVCache,
     attention_layers,
     attention_modules,
-    cache_places,
     end_past_recording,
     expect_prompt,
     new_cache,
     prepare,
-    stock_layers,
 )
+from heedful.hf.cache.places import cache_places, stock_layers
 from heedful.hf.family.modules import layers_of
 from heedful.hf.save import save_converted
 from heedful.hf.versions import (
@@ -34,7 +33,7 @@ from heedful.hf.versions import (
 
 
 class ConvertedModel(OwnCacheInGenerate):
-    """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
+    """Mixed into a family's model class: saves the mechanism, raises where it would be lost."""
 
     def generate(self, *args, **kwargs):
         """As the family's; without a cache where the family keeps its tokens in one of its own."""
@@ -86,7 +85,7 @@ class ConvertedModel(OwnCacheInGenerate):
         return None
 
     def generate_batch(self, *args, **kwargs) -> None:
-        """Refused: continuous batching puts another attention and another cache in place."""
+        """Not supported: continuous batching puts another attention and another cache in place."""
         raise UserError(
             "generate_batch (continuous batching) has an attention and a cache of its own, which "
             "would switch the mechanism off; call generate() with a padded batch, or "
@@ -109,7 +108,7 @@ class ConvertedModel(OwnCacheInGenerate):
         save_converted(self, family_of(self), super().save_pretrained, save_directory, options)
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
-        """Refused where another implementation would switch the mechanism off."""
+        """Raises where another implementation would switch the mechanism off."""
         if attends(self) and attn_implementation != IMPLEMENTATION:
             raise UserError(
                 f"attn_implementation={attn_implementation!r} would switch the mechanism off "
@@ -170,7 +169,7 @@ def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
 
 
 def without_cache(options: dict) -> dict:
-    """Options of `generate` with `use_cache=False`; what cannot go without a cache is refused."""
+    """Options of `generate` with `use_cache=False`; what needs a cache raises."""
     cache = {"cache": cache_among(options)}
     for name in ("cache", "assistant_model", "prompt_lookup_num_tokens"):
         if (options | cache).get(name) is not None:

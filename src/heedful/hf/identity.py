@@ -25,8 +25,8 @@ def model_identity(model: nn.Module) -> dict[str, str]:
 
     Returns:
         weights: of the base's parameters and buffers, precision included.
-        adapter: of the mechanism's parameters and of low-rank matrices.
-        mechanism: its configuration in each layer, and when matrices act.
+        adapter: of the mechanism's parameters and of LoRA.
+        mechanism: its configuration in each layer, and when LoRA acts.
         configuration: of the model and of `generate`.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -62,7 +62,7 @@ def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def matrices_digest(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """A digest of the low-rank matrices among tensors, the same in a model and in PEFT's file.
+    """A digest of the LoRA weights among tensors, the same in a model and in PEFT's file.
 
     Rounded to bfloat16, as adapters keep them; `None` where there are none.
     """

@@ -32,8 +32,8 @@ def load(
         folder: the checkpoint's folder; or an adapter's, which knows the name of its base. With
             `adapter`, the base: a folder, a name on the hub, a GGUF file, `smollm2`, or the model
             itself, which is converted in place.
-        adapter: a folder of `heedful.save_adapter`. Low-rank matrices are merged into the weights,
-            but for those that act once a cache has evicted.
+        adapter: a folder of `heedful.save_adapter`. LoRA is merged into the weights, unless it
+            acts once a cache has evicted only.
         impl: which implementation of the operators runs, as for `convert`.
         budgets: take what `heedful budget` found, if the folder has a `budgets.json`: caches that
             `heedful.new_cache` and `generate` make then evict, and the one that a bare call of the

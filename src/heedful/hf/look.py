@@ -81,7 +81,7 @@ def look_into(
         Index and look of each layer, in order.
 
     Raises:
-        ValueError: as `look`, or a layer is none of the model's.
+        ValueError: as `look`, or the model does not have a layer.
     """
     modules, calls = _calls(model, input_ids, layers)
     return ((index, _look(modules[index], *calls[index], steps)) for index in sorted(modules))

@@ -52,7 +52,7 @@ def save_converted(
         raise UserError("variant is not supported: save to a folder of its own")
     if conversion.after_eviction is not None:
         raise UserError(
-            "model has low-rank matrices that act after an eviction, for which a checkpoint has no "
+            "model has LoRA that acts after an eviction, for which a checkpoint has no "
             "place: keep the adapter's folder, and heedful.load it on its base"
         )
     folder = Path(folder)
@@ -61,7 +61,7 @@ def save_converted(
     folder.mkdir(parents=True, exist_ok=True)
     with writing_to(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         converted = use_cache_settings(model), model.config.architectures
-        set_use_cache(model, conversion._stock.use_cache)
+        set_use_cache(model, conversion._undo.use_cache)
         try:
             save(staging, **options)
         finally:
@@ -118,7 +118,7 @@ def carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: 
     """Budgets go with the weights that they were searched for, and with no others."""
     own = None if changed or model._heedful.eviction is None else model._heedful._budgets
     if own is not None and is_of((data := json.loads(own))["model"], model):
-        # Low-rank matrices have been merged into the weights that are saved.
+        # LoRA has been merged into the weights that are saved.
         merged = data.get("matrices") is not None
         text = json.dumps(data | {"matrices": None}, indent=2) + "\n" if merged else own
         (staging / beside.NAME).write_text(text)

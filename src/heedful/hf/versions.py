@@ -1,7 +1,7 @@
 """Every name of transformers that is private or differs between its versions, and where it holds.
 
 What the rest of heedful needs of such a name is a small function here. A new release of
-transformers is served by running the tests with it and changing this file alone.
+transformers is supported by running the tests with it and changing this file alone.
 """
 
 import contextlib
@@ -325,7 +325,7 @@ def checkpointing_options(enabled: bool) -> dict:
 def make_ordinary(model: PreTrainedModel) -> None:
     """Take from a model whose weights were dequantised the marks of a quantized one.
 
-    With them `save_pretrained` and training are refused.
+    With them `save_pretrained` and training raise.
     """
     marks = ("quantization_config", "_pre_quantization_dtype", "_is_quantized")
     for part in (x for x in model.modules() if isinstance(x, PreTrainedModel)):

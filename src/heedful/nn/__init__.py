@@ -13,7 +13,7 @@ from heedful.nn.forgetting import Forgetting, ForgettingAttention
 from heedful.nn.gated import Gated, GatedAttention
 from heedful.nn.grouped import Grouped, GroupedAttention
 from heedful.nn.knocking import KnockingHeads, KnockingHeadsAttention
-from heedful.nn.layer import Layer, LayerInputs, LayerOutput, Maps, Tokens
+from heedful.nn.layer import Layer, LayerInputs, LayerOutput, Maps, ProjectionContext
 from heedful.nn.mechanisms import (
     NAMES,
     TABLE,
@@ -64,6 +64,7 @@ __all__ = [
     "MultiTokenAttention",
     "Parallax",
     "ParallaxAttention",
+    "ProjectionContext",
     "RetentionGate",
     "RetentionGateAttention",
     "Role",
@@ -74,7 +75,6 @@ __all__ = [
     "Standard",
     "StandardAttention",
     "TalkingHeads",
-    "Tokens",
     "ablations",
     "from_json",
     "mechanism",

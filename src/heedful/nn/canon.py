@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import UserError, check_choice, is_whole
-from heedful.nn.layer import ALONE, Projection, Tokens, parameter
+from heedful.nn.layer import ALONE, Projection, ProjectionContext, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 
@@ -87,13 +87,13 @@ class CanonAttention(StandardAttention):
                 nn.init.uniform_(kernel, -bound, bound)
 
     def before_projection(
-        self, x: Float[Tensor, "B T E"], tokens: Tokens = ALONE
+        self, x: Float[Tensor, "B T E"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T E"]:
         """Canon-A."""
         return _convolved(x, self.kernels["input"], tokens)
 
     def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T H D"]:
         """Canon-B."""
         past = None if tokens.past is None else tokens.past.flatten(2)
@@ -102,7 +102,7 @@ class CanonAttention(StandardAttention):
 
 
 def _convolved(
-    x: Float[Tensor, "B T C"], kernel: Float[Tensor, "C w"], tokens: Tokens
+    x: Float[Tensor, "B T C"], kernel: Float[Tensor, "C w"], tokens: ProjectionContext
 ) -> Float[Tensor, "B T C"]:
     """The residual convolution, in the wider precision of both; sums from near to far."""
     length, width = x.shape[1], kernel.shape[1]

@@ -16,8 +16,8 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     Projection,
+    ProjectionContext,
     Step,
-    Tokens,
     check_inputs,
     parameter,
 )
@@ -167,7 +167,7 @@ class DifferentialV2Attention(StandardAttention):
         self.lam.weight.zero_()
 
     def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T heads D"]:
         """The model's queries, each with a second one beside it; keys and values as they are."""
         if part != "q":

@@ -318,7 +318,7 @@ class GroupedAttention(Layer):
         features: Float[Tensor, "B T P"] | None,
         inputs: LayerInputs,
     ) -> Summaries:
-        """Keys, values and, where groups ask, queries of these tokens' groups.
+        """Keys, values and, with queries='groups', queries of these tokens' groups.
 
         Keys are rotated back to position zero, summed up, and rotated to the group's centre: the
         model's norms of keys stay before the sum.

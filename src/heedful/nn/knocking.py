@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import UserError, check_choice
-from heedful.nn.layer import ALONE, Projection, Tokens, parameter
+from heedful.nn.layer import ALONE, Projection, ProjectionContext, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 
@@ -72,7 +72,7 @@ class KnockingHeadsAttention(StandardAttention):
             matrix.zero_() if name == "gate" else nn.init.eye_(matrix)
 
     def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T H D"]:
         """These features of every head through the matrix that all heads share."""
         if part not in self.config.parts:

@@ -137,7 +137,7 @@ class LayerInputs(NamedTuple):
 NO_INPUTS = LayerInputs()
 
 
-class Tokens(NamedTuple):
+class ProjectionContext(NamedTuple):
     """Context of the tokens whose rows a layer changes before it attends.
 
     input: what the projection took of them, `[B, T, E]`; `None` before the projections.
@@ -152,7 +152,7 @@ class Tokens(NamedTuple):
     segments: Int[Tensor, "#B r+T"] | None = None
 
 
-ALONE = Tokens()
+ALONE = ProjectionContext()
 
 
 class GroupingReport(NamedTuple):
@@ -210,7 +210,7 @@ class Step(NamedTuple):
     logits: bool
 
 
-class Host(NamedTuple):
+class ModuleInfo(NamedTuple):
     """Properties of the attention module that a layer is in, set by the integration.
 
     terms: what the module's family does to its logits and weights.
@@ -228,11 +228,11 @@ class Layer(nn.Module):
     """Base of all mechanisms' layers: attention on queries, keys and values of one module.
 
     The constructor initialises every parameter. The caller (the integration with transformers, a
-    model of one's own) serves what the attributes declare and guesses nothing.
+    model of one's own) provides what the attributes declare and guesses nothing.
 
     The mechanism declares, on its class or in its constructor:
 
-    roles: where the mechanism is defined; in others it is refused.
+    roles: where the mechanism is defined; in others it raises.
     takes: which of the family's terms `forward` applies, from `inputs`.
     needs: what `forward` gets in `inputs`; `"unprojected"` asks for calls of `before_projection`,
         `"unrotated"` for those of `before_rotation`.
@@ -290,7 +290,7 @@ class Layer(nn.Module):
     learns_groups: bool = False
     takes_steps: bool = False
 
-    host: Host = Host()
+    host: ModuleInfo = ModuleInfo()
     impl: Impl = "auto"
     tau: float | None = None
 
@@ -335,13 +335,13 @@ class Layer(nn.Module):
         return k
 
     def before_projection(
-        self, x: Float[Tensor, "B T E"], tokens: Tokens = ALONE
+        self, x: Float[Tensor, "B T E"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T E"]:
         """The attention module's input, before queries, keys and values are made of it."""
         return x
 
     def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
     ) -> Float[Tensor, "B T heads D"]:
         """Queries, keys or values as the projection gave them, before norms and rotation.
 
@@ -413,7 +413,7 @@ def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
 
 
 def check_defaults(visibility: Visibility, names: tuple[str, ...], reason: str) -> None:
-    """Raise where a visibility says more than the layer can serve; `reason` says why, and what to
+    """Raise where a visibility says more than the layer supports; `reason` says why, and what to
     do."""
     for name in names:
         value = getattr(visibility, name)

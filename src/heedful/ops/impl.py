@@ -33,7 +33,7 @@ def choose(
     Arguments:
         operator: name of the operator, for the message.
         impl: `"auto"`, `"reference"`, `"tiled"`, `"composed"` or `"fused"`. `auto` takes `tiled` on
-            a CPU, `fused` where it serves on a GPU of NVIDIA's from Ampere on, and `composed` else;
+            a CPU, `fused` where supported on a GPU of NVIDIA's from Ampere on, and `composed` else;
             it logs its choice once per operator.
         unfused: why `fused` cannot serve this call, or `None` if it can; called if it matters.
         tensors: what the call may be differentiated in, first the queries.

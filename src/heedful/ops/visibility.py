@@ -292,7 +292,7 @@ class Visibility:
 
 
 def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Visibility:
-    """The visibility to use for these queries and so many keys; a mask in its place is refused."""
+    """The visibility to use for these queries and so many keys; a mask in its place raises."""
     visibility = Visibility() if visibility is None else visibility
     if not isinstance(visibility, Visibility):
         raise UserError(
@@ -335,7 +335,7 @@ def _first_by_position(
 
 
 def is_whole_number(x: object) -> bool:
-    """`True` and `False` are none."""
+    """`True` and `False` are not whole numbers."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 

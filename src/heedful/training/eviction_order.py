@@ -26,7 +26,8 @@ from heedful.training.sequences import IGNORE
 CHUNK = 32  # tokens after which the imitated cache evicts
 QUERIES = 128  # of each sequence whose attention is compared
 ANSWER = 2.0  # weight of a query that answers, in a text of which only answers are learned
-LEVEL = 0.2  # of F on average, once it has a scale: enough for an order, too little to be felt
+# Of F on average, once it has a scale: large enough to rank tokens, too small to change the output.
+LEVEL = 0.2
 _LEAST_SHARE = 1e-3  # of attention, below which a query has no gradient
 
 
@@ -48,12 +49,12 @@ class EvictionOrderLoss:
     over L layers, H heads and R queries drawn from each sequence. A is the attention map without
     masks, $a_{ij}$ how far token j is still in the cache when query i comes (`cached_shares`), o
     the heads' outputs and $\tilde o$ those of the tokens that are left, with weights that add up
-    to 1 again. The first term minds every head alike, also one that looks far back once in a
-    thousand queries; the second minds what the heads put out.
+    to 1 again. The first term weights every head equally, also one that looks far back once in
+    a thousand queries; the second measures the error of the heads' outputs.
 
     While a model in training mode runs within `observing()`, its layers compute standard attention,
     so that every layer has the base's own input, and report what this loss reads. Only the order of
-    F matters to it: `settle` gives F a scale afterwards. Retention gates, of which the lowest go
+    F matters to it: `rescale` gives F a scale afterwards. Retention gates, of which the lowest go
     first, stand for -F, and need no scale.
 
     Arguments:
@@ -139,16 +140,16 @@ class EvictionOrderLoss:
         return torch.stack([(f * visible).sum() / visible.sum() for f, visible in ends])
 
     @torch.no_grad()
-    def settle(self, levels: Float[Tensor, " L"]) -> None:
+    def rescale(self, levels: Float[Tensor, " L"]) -> None:
         """Scale the selectors' queries so that F is `LEVEL` where it was so much."""
         for layer, level in zip(self._maskers, levels.tolist(), strict=True):
             layer.query.weight.mul_(LEVEL / max(level, 1e-6))
 
     @contextmanager
     def settled(self, levels: Float[Tensor, " L"]) -> Iterator[None]:
-        """`settle`, taken back afterwards: for evaluation in the course of training."""
+        """`rescale`, taken back afterwards: for evaluation in the course of training."""
         weights = [layer.query.weight.detach().clone() for layer in self._maskers]
-        self.settle(levels)
+        self.rescale(levels)
         try:
             yield
         finally:

@@ -24,11 +24,11 @@ class _MemoryReport(NamedTuple):
     keys: int
 
 
-class _Reports:
-    """Hears what the layers of a model's newest forward pass return beside their output.
+class AuxOutputs:
+    """Collects auxiliary layer outputs of the last forward pass.
 
-    By forward hooks, so that nothing is saved with the model. A subclass says which layers it
-    listens to and what it reads; `what` names that in messages.
+    By forward hooks, so that nothing is saved with the model. A subclass defines which layers and
+    which of their outputs; `what` names these in messages.
     """
 
     what: str
@@ -79,7 +79,7 @@ class _Reports:
             hook.remove()
         self._hooks, self._layers, self._reports = [], [], []
 
-    def __enter__(self) -> "_Reports":
+    def __enter__(self) -> "AuxOutputs":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,7 +117,7 @@ class _Reports:
             self._reports.append(report)
 
 
-class MemoryLoss(_Reports):
+class MemoryLoss(AuxOutputs):
     r"""The memory loss of a converted model: how many tokens its layers still need at worst.
 
     $$ \frac{1}{L\thinspace n} \sum_l \sum_d \max_{i \in d} M_i^l, \qquad
@@ -144,7 +144,7 @@ class MemoryLoss(_Reports):
 
     Raises:
         ValueError: no layer of the model can report memory, it has a memory loss already, or `tau`
-            is no positive number.
+            is not a positive number.
 
     Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
     section 4.
@@ -243,7 +243,7 @@ def _greatest(
     return torch.full_like(document, length).scatter_reduce(1, document, place, "amin")
 
 
-class GroupingLoss(_Reports):
+class GroupingLoss(AuxOutputs):
     r"""The loss that keeps learned groups (`cif`) at their configured size.
 
     It is $(g\,\overline{\alpha} - 1)^2$ for the configured size g and the mean weight of a token,

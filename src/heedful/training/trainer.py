@@ -125,7 +125,7 @@ class LayerTrainer(TrainerSteps, Trainer):
             with observing, evicting:
                 result = super().train(*args, **kwargs)
                 if self._order is not None:
-                    self._order.settle(self._levels())
+                    self._order.rescale(self._levels())
             return result
         finally:
             for _, addition in self._additions:

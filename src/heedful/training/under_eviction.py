@@ -1,7 +1,7 @@
 """Training under the budgets of a cache: the model learns to do without what is evicted.
 
 Which tokens are evicted is settled: F or gates say it, and have no gradient here. What is trained
-is the model, usually low-rank matrices that act after an eviction, to read what is left as it reads
+is the model, usually LoRA that acts after an eviction, to read what is left as it reads
 everything.
 """
 

@@ -152,11 +152,11 @@ def opening(what: str, name: str) -> Iterator[None]:
 
 
 def _problem(name: str, error: Exception) -> str:
-    """An error's message in one line; of a name that may be a misspelt folder, that it is none."""
+    """An error's message in one line; a name may be a misspelt folder."""
     message = " ".join(str(error).split())[:600].rstrip(".")
     if Path(name).exists() or name.endswith(".json") or is_gguf(name):
         return message
-    return f"there is no such folder, nor can it be had from the hub: {message}"
+    return f"there is no such folder, and the hub does not have it: {message}"
 
 
 def is_converted(folder: Path) -> bool:
@@ -185,7 +185,7 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
     if name == BYTES:
         if rows > _MOST_BYTES:
             raise UserError(
-                f"tokenizer 'bytes' has 256 tokens and the model {rows}, which are no bytes; name "
+                f"tokenizer 'bytes' has 256 tokens and the model {rows}, which are not bytes; name "
                 "the model's own tokenizer"
             )
         tokenizer = ByteTokenizer()
@@ -221,7 +221,7 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
     `selective@0-2,5`.
 
     Raises:
-        ValueError: a word is none, or names a mechanism, an option or a value that is not there.
+        ValueError: a word is not valid, or names an unknown mechanism, option or value.
     """
     mechanisms: dict[Mechanism, tuple[int, ...] | None] = {}
     for word in words:

@@ -84,7 +84,7 @@ def _users_policy(name: str) -> type[Eviction]:
     """The class of a policy in a user's file: MODULE:CLASS, where MODULE may be a path.
 
     Raises:
-        ValueError: there is no such module or class, or it is no policy.
+        ValueError: there is no such module or class, or it is not a policy.
     """
     module, _, kind = name.rpartition(":")
     path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")

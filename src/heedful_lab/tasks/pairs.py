@@ -130,7 +130,7 @@ class TextPairTask(PairTask):
 
     Arguments:
         paths: what `heedful.data.text_pairs` takes; empty for generated pairs.
-        length: the most tokens of a source, its end included; a longer one is refused.
+        length: the most tokens of a source, its end included; a longer one raises.
         target_length: likewise of a target.
         tokenizer: of given pairs: `"byte"`, or `"bpe"` for byte-pair encoding over bytes, trained
             on the sources and targets of the training part. Generated pairs bring their words.

@@ -39,7 +39,7 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
     [
         ("notes.jsonl", "notes.jsonl", "notes.jsonl is there already: choose another name"),
         ("notes.svg", "notes.jsonl", "notes.svg is there already: choose another name"),
-        ("notes", "notes/x.jsonl", "notes is no folder that can be written to"),
+        ("notes", "notes/x.jsonl", "notes is not a writable folder"),
         ("notes", "x.svg", "out must be a file for JSON lines such as bench.jsonl, got 'x.svg'"),
         ("notes", ".", "out must be a file for JSON lines such as bench.jsonl, got '.'"),
         ("notes", "", "out must be a path, got an empty text"),

@@ -161,7 +161,7 @@ def test_what_is_written_is_used(searched):
     assert about["perplexity"] == {"whole": result.whole, "found": result.perplexity,
                                    "limit": result.limit}  # fmt: skip
     assert (about["length"], about["rows"]) == (48, 2)
-    assert about["limit"] == "1.0 % above the whole cache"
+    assert about["limit"] == "1.0 % above the full cache"
     assert about["share_of_tokens_kept"] == result.share_of_tokens
     assert {"commit", "machine", "date", "command"} <= about["environment"].keys()
     model = heedful.load(folder / "selective")
@@ -225,7 +225,7 @@ def test_a_reference_sets_the_limit(folder):
     result = search(options_for(folder, reference=str(folder / "worse")))
     assert result.limit == pytest.approx(float(perplexity(worse, rows, None)), rel=1e-6)
     assert result.whole < result.perplexity <= result.limit
-    message = "has a perplexity of .* and the model with its whole cache has .*: no budget can"
+    message = "has a perplexity of .* and the model with its full cache has .*: no budget can"
     with pytest.raises(ValueError, match=message):
         search(options_for(folder, "worse", reference=str(folder / "selective")))
     other = shutil.copytree(folder / "selective", folder / "other")
@@ -347,7 +347,7 @@ def test_another_search_is_refused_without_restart(searched):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT: the base has no name
 def test_trials_of_another_adapter_are_refused(tmp_path):
-    """Of the same selectors beside the same base, with other low-rank matrices."""
+    """Of the same selectors beside the same base, with other LoRA."""
     (tmp_path / "text.txt").write_text(TEXT)
     small(vocabulary=256).save_pretrained(tmp_path / "base")
     for seed in (1, 2):

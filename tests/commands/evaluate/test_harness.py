@@ -151,7 +151,7 @@ def test_the_harness_reads_under_a_budget_as_we_do(tmp_path, ended, exported):
         small_cache, rel=1e-4
     )
     assert all(abs(a - b) > 1e-3 for a, b in zip(whole, small_cache, strict=True))
-    with pytest.raises(ValueError, match="generate text run with the whole cache alone, not with"):
+    with pytest.raises(ValueError, match="generate text run with the full cache alone, not with"):
         evaluate(
             evaluation_of(tmp_path / "2", str(ended), tasks=("lm-eval:heedful_needles",), **options)
         )

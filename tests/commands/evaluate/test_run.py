@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeyp
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             evaluate(evaluation_of(tmp_path, **{"lengths": (420,)} | options))
-    with pytest.raises(ValueError, match=r"is a Bert, which is no causal language model"):
+    with pytest.raises(ValueError, match=r"is a Bert, which is not a causal language model"):
         evaluate(evaluation_of(tmp_path, str(tmp_path / "bert"), tokenizer="bytes"))
     with pytest.raises(ValueError, match=r"model '\./gone/away' has no configuration"):
         evaluate(evaluation_of(tmp_path, "./gone/away"))

@@ -312,7 +312,7 @@ def test_tokenizers_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
         assert re.search(r"has 25[69] tokens and the model 200; it belongs to another model", error)
     small(vocabulary=1000).save_pretrained(tmp_path / "many")
     error = refusal(capsys, "generate", tmp_path / "many", *options, "bytes")
-    assert "'bytes' has 256 tokens and the model 1000, which are no bytes" in error
+    assert "'bytes' has 256 tokens and the model 1000, which are not bytes" in error
     error = refusal(capsys, "generate", folders / "selective", "--prompt", "x")
     assert "cannot be read" in error and "--tokenizer bytes if these are bytes" in error
     (tmp_path / "broken").mkdir()

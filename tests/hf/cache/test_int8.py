@@ -1,4 +1,4 @@
-"""A cache in eight bits per number: attention to quantized tokens, to the bit."""
+"""An int8 cache: attention to quantized tokens, to the bit."""
 
 import copy
 import pickle

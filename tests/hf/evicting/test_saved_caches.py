@@ -237,8 +237,8 @@ def test_another_model_is_refused(file):
     for model, message in (
         (stirred, r"another model \(other weights, or the same in another precision\)"),
         (own(dtype=torch.float32), "in another precision; other selectors"),
-        (selectors, r"another model \(other selectors or low-rank matrices\)"),
-        (plain, "other selectors or low-rank matrices; another mechanism"),
+        (selectors, r"another model \(other selectors or LoRA\)"),
+        (plain, "other selectors or LoRA; another mechanism"),
         (theta, "another configuration"),
     ):
         with pytest.raises(ValueError, match=message):

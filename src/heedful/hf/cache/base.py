@@ -227,7 +227,7 @@ class AttentionCache(CacheLayerMixin):
 
 
 def check_unrecorded(does: str, other: str) -> None:
-    """Raise while gradients are recorded, for a cache that `does` what has none; `other` serves."""
+    """Raise while gradients are recorded, for a cache that `does` what has none; `other` works."""
     if torch.is_grad_enabled():
         raise UserError(
             f"the cache {does} tokens, which has no gradients: call the model under "

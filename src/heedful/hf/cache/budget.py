@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import UserError
-from heedful.eviction import CachedTokens, Eviction, gather
-from heedful.eviction.gather import Moves, Protection
+from heedful.eviction import CachedTokens, Eviction, selection
+from heedful.eviction.selection import KeepRules, Moves
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,21 @@ class EvictionStep:
         observes = self.budget.policy.observes
         return new if observes is None else min(observes, new)
 
-    def moves(self, cached: CachedTokens, protection: Protection) -> Moves | None:
+    def moves(self, cached: CachedTokens, rules: KeepRules) -> Moves | None:
         """Score all tokens; what fills the slots of the evicted ones, `None` if all fit."""
         policy, count = self.budget.policy, cached.positions.shape[1]
         if self.score is not None:
             last = self.score[:, 0]
             cached = cached._replace(score=pad(last, (0, count - last.shape[1])))
-        score = gather.scores(policy, cached, protection.padding)
+        score = selection.scores(policy, cached, rules.padding)
         if policy.observes != 0:
             self.score = score[:, None]
         if count < self.budget.tokens:
             return None
-        slots = gather.slots_to_evict(
-            score, cached.positions, policy, self.budget.tokens, protection
-        )
+        slots = selection.slots_to_evict(score, cached.positions, policy, self.budget.tokens, rules)
         if not slots.shape[1]:
             return None
-        moves = gather.moves(slots, count, protection.newest)
+        moves = selection.moves(slots, count, rules.newest)
         if self.score is not None:
             self.score = moves.of(self.score)
         return moves

@@ -92,7 +92,7 @@ class CrossLayerCache(AttentionCache):
         self._begin_update(key_states, kwargs)
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
         self.counters.add(self.keys.shape[2])
-        self.counters.pending = 0  # a source is no part of the text that goes on
+        self.counters.pending = 0  # a source is not a part of the text that goes on
         self._measure()
         return self.keys, self.values
 

@@ -29,7 +29,7 @@ FORMAT = 1
 _NAME, _DIGEST = "heedful.cache", "heedful.digest"  # of the metadata
 _PARTS = {
     "weights": "other weights, or the same in another precision",
-    "adapter": "other selectors or low-rank matrices",
+    "adapter": "other selectors or LoRA",
     "mechanism": "another mechanism",
     "configuration": "another configuration",
 }
@@ -40,7 +40,7 @@ class Contents(NamedTuple):
 
     policy: the description of the policy; `None` where nothing is evicted.
     slack: of the cache.
-    int8: whether its tokens have eight bits per number.
+    int8: whether its tokens are stored as int8.
     maps: the slot maps of a cache of a model as it is, packed.
     layers: each layer, packed.
     tensors: by the names in these.

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.eviction import CachedTokens, gather
+from heedful.eviction import CachedTokens, selection
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import LayerCache
@@ -111,9 +111,9 @@ class FilteredKeysCache(LayerCache):
             k, inputs = keys, inputs._replace(newest=newest)
         return super().attend(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
-    def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:
-        cached, protection = super()._candidates(call)
-        return cached, protection._replace(newest=self._newest_keys)
+    def _candidates(self, call: LastCall) -> tuple[CachedTokens, selection.KeepRules]:
+        cached, rules = super()._candidates(call)
+        return cached, rules._replace(newest=self._newest_keys)
 
     def _undoable(self) -> int:
         return 0 if self._undo is None else min(self._undo.tokens, self.length)

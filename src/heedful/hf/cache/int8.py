@@ -1,4 +1,4 @@
-"""Room for the tokens of a cache in eight bits per number: a quarter of float32, half of bfloat16.
+"""Storage of a cache's tokens as int8: a quarter of float32, half of bfloat16.
 
 Each token's numbers in each head are whole multiples of a scale of their own,
 
@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int, Int8
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 from heedful.hf.cache.slots import Slots
 
 READ = 2**17
@@ -27,7 +27,7 @@ _LARGEST = 127
 
 
 class Int8Slots:
-    """As `Slots`, with the tokens in eight bits; they are read as copies in the model's dtype."""
+    """As `Slots`, with int8 tokens; they are read as copies in the model's dtype."""
 
     parts = ("_codes", "_scales", "_dtype")
 

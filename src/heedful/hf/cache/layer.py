@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.eviction import CachedTokens, Eviction, gather
+from heedful.eviction import CachedTokens, Eviction, selection
 from heedful.hf.cache.base import AttentionCache, check_unrecorded
 from heedful.hf.cache.budget import Budget, EvictionStep, scores_add_up
 from heedful.hf.cache.counters import Meter, nbytes_of
@@ -36,7 +36,7 @@ class LayerCache(AttentionCache):
         sliding: how far back the family's queries see; `None` for all tokens.
         budget: which tokens are evicted when; `None` keeps all that a window shows.
         meter: counts the whole cache's bytes; `None` makes one.
-        int8: whether tokens are kept in eight bits per number.
+        int8: whether tokens are stored as int8.
 
     Raises:
         ValueError: the policy cannot serve the layer.
@@ -63,7 +63,7 @@ class LayerCache(AttentionCache):
         if tokens is not None and self.window is not None and self.window <= tokens:
             budget = None  # the window alone never keeps more
         if budget is not None:
-            gather.check_policy(budget.policy, layer, budget.tokens)
+            selection.check_policy(budget.policy, layer, budget.tokens)
         self.budget, self.int8 = budget, int8
         self.policy: Eviction | None = None if budget is None else budget.policy
         needs = () if budget is None else self.policy.needs
@@ -274,7 +274,7 @@ class LayerCache(AttentionCache):
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
         before = self.counters.total - new
-        visibility = gather.check_visibility(visibility, self._owner.layer(), before)
+        visibility = selection.check_visibility(visibility, self._owner.layer(), before)
         if visibility.plain and not self._counts_positions:
             return visibility
         positions = self._tokens.positions[:, 0]
@@ -354,7 +354,7 @@ class LayerCache(AttentionCache):
         if self._step.due(self.length) and (moves := self._step.moves(*self._candidates(call))):
             self._move(moves)
 
-    def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:
+    def _candidates(self, call: LastCall) -> tuple[CachedTokens, selection.KeepRules]:
         """All cached tokens as the policy scores them, and what else decides."""
         counters, visibility, needs = self.counters, call.visibility, self.policy.needs
         if self.int8 and (self._reads_rows or self._observes):
@@ -374,19 +374,19 @@ class LayerCache(AttentionCache):
             read |= {name: getattr(self, name) for name in ("keys", "values") if name in needs}
         if self._observes:
             read["queries"] = queries = self._step.queries(call.queries.shape[2])
-            read["attention"] = gather.attention_received(
+            read["attention"] = selection.attention_received(
                 self._owner.layer(), call.queries, self.keys if call.keys is None else call.keys,
                 queries, scale=call.scale, inputs=call.inputs,
                 visibility=self._visibility_of_cached(visibility, counters.pending),
             )  # fmt: skip
         windows = (visibility.window, self.window)
-        protection = gather.Protection(
+        rules = selection.KeepRules(
             counters.total, counters.prompt, self._keeps_first,
-            tuple([x for x in windows if x is not None]), gather.Padding.of(visibility.padding),
+            tuple([x for x in windows if x is not None]), selection.Padding.of(visibility.padding),
         )  # fmt: skip
-        return CachedTokens(positions, counters.total, **read), protection
+        return CachedTokens(positions, counters.total, **read), rules
 
-    def _move(self, moves: gather.Moves) -> None:
+    def _move(self, moves: selection.Moves) -> None:
         """Fill the slots of evicted tokens."""
         before, copied = self._nbytes + self._copied, self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)

@@ -10,29 +10,23 @@ from typing import Literal
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, EncoderDecoderCache
 
 from heedful.checks import UserError, check_whole
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget, layer_budgets
+from heedful.hf.cache.budget import layer_budgets
 from heedful.hf.cache.counters import Meter
-from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
+from heedful.hf.cache.crossing import CrossLayerCache
 from heedful.hf.cache.file import fill, policy_of, read_cache, write_cache
-from heedful.hf.cache.filtered import FilteredKeysCache
 from heedful.hf.cache.int8 import is_int8
-from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.owner import Reference
-from heedful.hf.cache.summaries import SummaryCache
+from heedful.hf.cache.places import cache_for, cache_places, layer_cache, stock_layers
 from heedful.hf.evicting.hook import install
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.evicting.new import check_static, decoder_modules, evicting_layers
 from heedful.hf.evicting.proof import prove
-from heedful.hf.family.modules import attends_twice, attention_modules, parameter_device
-from heedful.nn import Layer
-
-_STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
+from heedful.hf.family.modules import attention_modules, parameter_device
 
 
 class KVCache(Cache):
@@ -181,7 +175,7 @@ def new_cache(
             token is one graph of `torch.compile` for any length. Only of a model that is not
             converted, under a policy that reads no attention weights and has a budget for every
             layer without a window of its own.
-        dtype: `torch.int8` quantizes tokens to eight bits per number; by default they stay as the
+        dtype: `torch.int8` quantizes the cached tokens; by default they stay as the
             model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
         verify: prove by a few tokens, when a model that is not converted gets its first cache, that
@@ -343,59 +337,6 @@ def _source_layers(model: nn.Module, meter: Meter) -> list[CrossLayerCache]:
     return [CrossLayerCache(crossing[index], meter) for index in sorted(crossing)]
 
 
-def stock_layers(model: nn.Module) -> list:
-    """The layers of the cache that the decoder's family would make for itself."""
-    config = model.config
-    if config.is_encoder_decoder:  # its own; the whole model's may count the encoder's layers
-        config = attention_modules(model)[0].config
-    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
-
-
-def cache_for(
-    module: nn.Module,
-    sliding: int | None = None,
-    budget: Budget | None = None,
-    meter: Meter | None = None,
-    int8: bool = False,
-) -> LayerCache | SummaryCache:
-    """The cache of one attention module, of the kind that its mechanism goes on from.
-
-    Arguments:
-        module: of a converted model.
-        sliding, budget, meter, int8: as of any layer's cache.
-
-    Raises:
-        ValueError: the policy or the dtype cannot serve it.
-    """
-    kind = LayerCache
-    if module.heedful.summarises:
-        kind = SummaryCache
-    elif "bias" in module.heedful.host.terms:
-        kind = BiasedLayerCache
-    elif module.heedful.past_keys:
-        kind = FilteredKeysCache
-    return kind(module.heedful, sliding, budget, meter, int8)
-
-
-def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
-    """Attention module of each of the cache's layers; raises where they share or mix."""
-    places: dict[int, nn.Module] = {}
-    for module in attention:
-        index = module.layer_idx
-        kind = type(layers[index]).__name__ if index < len(layers) else "another layer's cache"
-        if index in places or attends_twice(type(module)):
-            kind = "a cache that it reads twice"
-        elif index < len(layers) and type(layers[index]) in _STOCK:
-            kind = ""
-        if kind:
-            raise UserError(
-                f"model: {type(module).__name__} {index} keeps its tokens in {kind}, which a cache "
-                "of heedful cannot replace; leave cache out"
-            )
-        places[index] = module
-    return places
-
-
 def prepare(cache: Cache, model: nn.Module) -> None:
     """Make an unused stock cache fit the model before anything is recorded in it."""
     for module in (*attention_modules(model), *attention_modules(model, "cross")):
@@ -420,96 +361,3 @@ def attention_layers(cache: Cache | None) -> list[AttentionCache | EvictingLayer
     sources = getattr(cache, "cross_attention_cache", None)
     layers = (*getattr(own, "layers", ()), *getattr(sources, "layers", ()))
     return [layer for layer in layers if isinstance(layer, AttentionCache | EvictingLayer)]
-
-
-def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:
-    """The layer of a cache that an attention module uses, made into one of ours if need be.
-
-    `None` where a stock layer does as well: a mechanism that needs keys and values alone, or the
-    first call of a compiled model.
-    """
-    layer, index = module.heedful, module.layer_idx
-    if layer.shape.role == "cross":
-        return _source_cache(getattr(cache, "cross_attention_cache", None), layer, index)
-    cache = getattr(cache, "self_attention_cache", cache)
-    part = _part(cache, index)
-    if isinstance(part, AttentionCache):
-        part.check_owner(layer)
-        return part
-    if _unused(part) and layer.host.own_cache:
-        if torch.compiler.is_compiling():
-            return None  # a graph can fill a stock layer; what needs more refuses to go on from it
-        own = cache_for(module, getattr(part, "sliding_window", None))
-        if getattr(part, "record_past", False):
-            own.activate_past_recording()
-        cache.layers[index] = own
-        return own
-    _check_grows(part)
-    if layer.plain_cache or _unused(part):
-        return None  # of an empty one nothing is needed yet
-    raise UserError(
-        f"the cache holds keys and values only ({type(part).__name__}), and "
-        f"{type(layer).__name__} needs more of earlier tokens ({kept_beside(layer)}): pass "
-        "heedful.new_cache(model), or leave cache out"
-    )
-
-
-def _source_cache(cache: Cache | None, layer: Layer, index: int) -> CrossLayerCache | None:
-    """The layer of a cross-attention cache that a layer uses, as above."""
-    part = _part(cache, index)
-    if isinstance(part, CrossLayerCache):
-        return part
-    if layer.plain_cache:
-        return None
-    if _unused(part):
-        if torch.compiler.is_compiling():
-            return None
-        cache.layers[index] = CrossLayerCache(layer)
-        return cache.layers[index]
-    raise UserError(
-        f"the cache holds keys and values only of the source, and {type(layer).__name__} "
-        f"needs more of earlier tokens ({kept_beside(layer)}): pass heedful.new_cache(model), or "
-        "leave cache out"
-    )
-
-
-def _part(cache: Cache | None, index: int) -> CacheLayerMixin | None:
-    """A layer of a cache; one that makes its layers as they are needed makes it now."""
-    layers = getattr(cache, "layers", ())
-    if getattr(cache, "layer_class_to_replicate", None) is not None:
-        while len(layers) <= index:
-            layers.append(cache.layer_class_to_replicate())
-    return layers[index] if index < len(layers) else None
-
-
-def _unused(part: CacheLayerMixin | None) -> bool:
-    """Test whether it is a layer that transformers makes by default, without tokens."""
-    return type(part) in _STOCK and part.get_seq_length() == 0
-
-
-def _check_grows(part: CacheLayerMixin | None) -> None:
-    """Raise for the layers of caches that a converted model cannot serve."""
-    if isinstance(part, EvictingLayer):
-        raise UserError(
-            "the cache was made for a model that is not converted, and this one is; make one with "
-            "heedful.new_cache(model)"
-        )
-    if type(part).__name__.startswith("Static"):
-        raise UserError(
-            "cache must not be a static cache: a converted model's cache grows; leave "
-            "cache and cache_implementation out, or pass heedful.new_cache(model)"
-        )
-    if "Quantized" in type(part).__name__:
-        raise UserError(
-            "cache must not be a quantized cache of transformers, which a converted model does not "
-            "serve; pass heedful.new_cache(model, dtype=torch.int8)"
-        )
-
-
-def kept_beside(layer: Layer) -> str:
-    """Name what a layer needs of earlier tokens beside keys and values."""
-    rows = [f"{layer.past_queries} query rows"] if layer.past_queries else []
-    rows += [f"{layer.past_keys} keys as they are"] if layer.past_keys else []
-    inputs = [f"{layer.past_inputs} tokens' rows"] if layer.past_inputs else []
-    summaries = ["summaries of groups"] if layer.summarises else []
-    return ", ".join([*rows, *inputs, *layer.keeps, *summaries])

@@ -20,7 +20,9 @@ from heedful.hf.after_eviction import calls_of
 from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
-from heedful.hf.cache.new import attention_modules, cache_for, new_cache
+from heedful.hf.cache.new import new_cache
+from heedful.hf.cache.places import cache_for
+from heedful.hf.family.modules import attention_modules
 from heedful.hf.intercept import LayerCall, intercept, interceptors
 from heedful.nn import Layer, LayerOutput
 from heedful.ops import Visibility
@@ -97,7 +99,7 @@ def evicting(
     routes = {}
     for module, budget in zip(modules, layer_budgets(eviction, modules), strict=True):
         if budget is not None or int8:
-            cache_for(module, None, budget, int8=int8)  # raises if it cannot be served
+            cache_for(module, None, budget, int8=int8)  # raises if it is not supported
             routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)
     reads_positions = eviction is not None and "positions" in eviction.needs
     needs = frozenset({"positions"} if reads_positions else ())

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 
 SLACK = 8  # buffers are over-allocated by an eighth
 LEAST = 64  # and by so many tokens at least

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.checks import UserError
-from heedful.eviction import gather
+from heedful.eviction import selection
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter, nbytes_of
@@ -47,7 +47,7 @@ class SummaryCache(AttentionCache):
         int8: bool = False,
     ) -> None:
         if budget is not None:
-            gather.check_policy(budget.policy, layer, budget.tokens)
+            selection.check_policy(budget.policy, layer, budget.tokens)
         if int8:
             raise UserError(
                 f"dtype: {type(layer).__name__} keeps summaries of groups, which are not "
@@ -125,7 +125,7 @@ class SummaryCache(AttentionCache):
         new = self._group_tokens(layer, q, k, v, visibility, inputs)
         after, groups, summaries = self._appended(layer, before, new, visibility, inputs)
         if before is None and layer.learns_groups and layer.training:
-            # Whole sequences in training, with transformers' default cache: losses hear of them.
+            # Whole sequences in training, with transformers' default cache: losses read them.
             options = {"visibility": visibility, "scale": scale, "inputs": inputs}
             out = run_layer(layer, q, k, v, **options).output
         else:

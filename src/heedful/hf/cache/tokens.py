@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
 
@@ -15,7 +15,7 @@ class StoredTokens:
     """Three streams of the same tokens, and their positions where some can be evicted.
 
     Arguments:
-        int8: whether the streams have eight bits per number.
+        int8: whether the streams are stored as int8.
 
     Attributes:
         keys, values: as the model gave them.

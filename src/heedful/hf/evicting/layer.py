@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.int8 import Int8Slots

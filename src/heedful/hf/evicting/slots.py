@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.checks import UserError
-from heedful.eviction import CachedTokens, gather
-from heedful.eviction.gather import Moves, Padding, Protection
+from heedful.eviction import CachedTokens, selection
+from heedful.eviction.selection import KeepRules, Moves, Padding
 from heedful.hf.cache.budget import Budget, scores_add_up
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
@@ -183,7 +183,7 @@ class SlotMap:
         if count == new == 1 and not self.record_past:
             hole = evicted
         elif evicted is not None:
-            moves = gather.moves(evicted, self.length)
+            moves = selection.moves(evicted, self.length)
         step = Step(new, before, read, moves, 0, hole, over and new > 1, over)
         self._place(step, real, device, rows)
         if not over or self.reader is not None:
@@ -259,7 +259,7 @@ class SlotMap:
         if last is not None:
             last = pad(last, (0, step.read - last.shape[1]))
         cached = cached._replace(attention=attention, queries=queries, score=last)
-        self._score = gather.scores(self.budget.policy, cached, padding)
+        self._score = selection.scores(self.budget.policy, cached, padding)
         if not step.evicts:
             return None
         keep = self._evict(step, self._to_evict(self._score, cached, padding))
@@ -274,7 +274,7 @@ class SlotMap:
         if not step.joined:
             self.holes = slots
             return None
-        keep = gather.moves(slots, self.length).keep
+        keep = selection.moves(slots, self.length).keep
         for name, joined in self._joined.items():
             self._streams[name].take(joined, keep, self.limit)
         self.length = keep.shape[1]
@@ -375,7 +375,9 @@ class SlotMap:
             keys, values: of the tokens; by default what the layer has cached.
         """
         cached, padding = self._cached(total, keys, values)
-        return self._to_evict(gather.scores(self.budget.policy, cached, padding), cached, padding)
+        return self._to_evict(
+            selection.scores(self.budget.policy, cached, padding), cached, padding
+        )
 
     def _cached(
         self, total: int, keys: Tensor | None, values: Tensor | None
@@ -410,8 +412,8 @@ class SlotMap:
         first = self.hiding is not None and self.hiding.keeps_first
         policy, at = self.budget.policy, cached.positions
         prompt = self.counters.prompt if policy.keep_prompt else 0
-        protection = Protection(cached.total, prompt, first, windows, padding)
-        return gather.slots_to_evict(score, at, policy, self.budget.tokens, protection)
+        rules = KeepRules(cached.total, prompt, first, windows, padding)
+        return selection.slots_to_evict(score, at, policy, self.budget.tokens, rules)
 
     # Between calls.
 
@@ -452,7 +454,7 @@ class SlotMap:
             return None
         slots = self._lowest(self.counters.total)
         self._spread(slots.shape[0])
-        moves = gather.moves(slots, self.length)
+        moves = selection.moves(slots, self.length)
         for slots in self._streams.values():
             slots.move(moves, self.limit)
         self.length, self._fresh = moves.keep.shape[1], 0
@@ -493,5 +495,5 @@ class SlotMap:
             return torch.arange(total - self.tokens, total)[None]
         at = at[:, 0, :, 0]
         if self.holes is not None:
-            at = at.gather(1, gather.moves(self.holes, self.length).keep.expand(len(at), -1))
+            at = at.gather(1, selection.moves(self.holes, self.length).keep.expand(len(at), -1))
         return at.sort(1).values

@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.eviction import CachedTokens, gather
-from heedful.eviction.gather import Moves, Padding
+from heedful.eviction import CachedTokens, selection
+from heedful.eviction.selection import Moves, Padding
 from heedful.hf.cache.counters import Counters, Meter
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.hiding import SelectorRows
@@ -128,7 +128,7 @@ class StaticMap(SlotMap):
                 values=reader.values if "values" in self.needs else None,
                 layer=reader.index, real=x.real,
             )  # fmt: skip
-        score = gather.scores(self.budget.policy, cached, padding)
+        score = selection.scores(self.budget.policy, cached, padding)
         slots = self._to_evict(score, cached, padding)
         full = x.count >= x.at.shape[1]
         x.at.scatter_(1, slots, x.at.gather(1, slots).masked_fill(full, _FREE))

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.eviction.gather import Moves
+from heedful.eviction.selection import Moves
 
 
 class Step(NamedTuple):

@@ -6,7 +6,7 @@ made of code and numbers alone shows the same in every pass, so that it is sampl
 One that holds tensors (of images, of packed documents) is sampled in every pass: which token sees
 the one before it gives documents and chunks, which sees the one after it gives images, and a few
 whole rows are compared with the `Visibility` that goes on in its place. What a `Visibility` cannot
-express is refused.
+express is not supported.
 """
 
 import functools

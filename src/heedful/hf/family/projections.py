@@ -1,9 +1,9 @@
 """Hooks on projections: a layer changes what goes into a family's projections and out of them.
 
 A layer that declares it is called with the module's input, and with queries, keys and values as
-the projections give them; norms, rotation and cache remain the family's. Where one projection makes
-all three, the family is asked, not known, which channel is whose: its attention is run on channel
-numbers, and has to hand each of them to its attention function.
+the projections give them; norms, rotation and cache remain the family's. The layout of a fused QKV
+projection is inferred by running the module on channel indices, each of which it has to pass to its
+attention function.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.family.modules import SOURCES
 from heedful.hf.versions import attention_replaced
-from heedful.nn import HeadShape, Layer, Tokens
+from heedful.nn import HeadShape, Layer, ProjectionContext
 from heedful.nn.layer import Projection
 from heedful.ops import Visibility
 
@@ -44,14 +44,16 @@ class Call(NamedTuple):
     segments: Int[Tensor, "#B n"] | None = None
     cache: LayerCache | None = None
 
-    def tokens(self, layer: Layer, part: str, x: Tensor, took: Tensor | None = None) -> Tokens:
+    def tokens(
+        self, layer: Layer, part: str, x: Tensor, took: Tensor | None = None
+    ) -> ProjectionContext:
         """Context of the tokens of `x` for the layer; the cache keeps the newest of them."""
         if not layer.past_inputs:
-            return Tokens(input=took)
+            return ProjectionContext(input=took)
         past = None if self.cache is None else self.cache.newest(part, x)
         count = x.shape[1] + (0 if past is None else past.shape[1])
         segments = None if self.segments is None else self.segments[:, -count:]
-        return Tokens(took, past, segments)
+        return ProjectionContext(took, past, segments)
 
 
 def begin_call(layer: Layer, visibility: Visibility | None, cache: object) -> Call:

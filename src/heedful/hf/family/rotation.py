@@ -1,7 +1,7 @@
 """A family's rotary embedding, to be used at any positions.
 
-A family is asked, not known: its attention is run on one vector at two positions, and what its own
-functions make of the first must be the second. A family that rotates in another way is refused.
+The rotation is inferred by running the family's attention on one vector at two positions: its own
+functions must turn the first result into the second. Other rotations are not supported.
 """
 
 import inspect

@@ -70,7 +70,7 @@ def dropout_of(
     """The dropout of a call, checked; `None` for p = 0. Without a seed one is drawn.
 
     Raises:
-        ValueError: p is not in [0, 1), or the seed is no whole number.
+        ValueError: p is not in [0, 1), or the seed is not a whole number.
     """
     p = check_dropout(p)
     check_seed(seed, q)

@@ -121,27 +121,27 @@ def grouped_attention(
     if query_groups is not None:
         if not crossing or summaries.q is None:
             raise UserError(
-                "query_groups must be None but in a cross-attention where groups ask "
-                "(summaries.q): else the queries' groups are groups"
+                "query_groups must be None except in cross-attention with queries='groups' "
+                "(summaries.q): otherwise the queries' groups are groups"
             )
         query_groups.check(q.shape[0], q.shape[2], "query_groups")
     if summaries.q is not None:
         if crossing and query_groups is None:
             raise UserError(
-                "query_groups must be given where groups ask in a cross-attention: those of the "
-                "target's tokens"
+                "query_groups must be given in cross-attention with queries='groups': the groups "
+                "of the target's tokens"
             )
         count = (query_groups or groups).count
         if summaries.q.shape[2] != count:
             raise UserError(
-                f"summaries.q must have one query for each of the {count} groups that ask, got "
+                f"summaries.q must have one query for each of the {count} groups, got "
                 f"{shown(summaries.q)}"
             )
     check_bias(bias, q, keys)
     if bias is not None and (summaries.q is not None or groups.first):
         raise UserError(
-            "bias must be None where groups ask, and where earlier tokens are away: it is one "
-            "number per token that asks and token that is there"
+            "bias is not supported with queries='groups' or with cached tokens: it has one entry "
+            "per query and key"
         )
     run = choose(
         "grouped_attention",

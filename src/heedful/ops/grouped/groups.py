@@ -206,7 +206,8 @@ def fixed_groups(
         The memberships, for `grouped_attention`.
 
     Raises:
-        ValueError: a size is no whole number of at least 1, or the visibility is of another length.
+        ValueError: a size is not a whole number of at least 1, or the visibility is of another
+            length.
     """
     check_length("size", size)
     places = places_of(tokens, visibility, device)
@@ -245,7 +246,7 @@ def sliding_groups(
         The memberships, for `grouped_attention`.
 
     Raises:
-        ValueError: a size is no whole number of at least 1, `stride` is above `span` (tokens
+        ValueError: a size is not a whole number of at least 1, `stride` is above `span` (tokens
             between two groups would be in none), or the visibility is of another length.
     """
     check_length("span", span)

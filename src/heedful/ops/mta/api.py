@@ -223,7 +223,7 @@ def _check_factors(name: str, factors: LowRank, q: Tensor, k: Tensor) -> None:
 def _check_flash(
     conv: LowRank | None, others: dict[str, object], visibility: Visibility, impl: str
 ) -> None:
-    """Raise unless torch's own kernels serve the call."""
+    """Raise unless torch's own kernels support the call."""
     given = [name for name, x in others.items() if x is not None]
     if isinstance(conv, Tensor):
         given.append("a conv of full rank")

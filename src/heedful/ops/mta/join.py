@@ -235,7 +235,7 @@ def _aligned(mask: Tensor | None, heads: int) -> Tensor | None:
 def _kernel(
     q: Tensor, mask: Tensor | None = None
 ) -> type[_FlashOnCpu] | type[_Flash] | type[_Efficient]:
-    """The kernel of torch that serves a call; the meta device stands for a GPU."""
+    """The kernel of torch that supports a call; the meta device stands for a GPU."""
     if q.device.type == "cpu":
         return _FlashOnCpu
     half = q.dtype in (torch.float16, torch.bfloat16)

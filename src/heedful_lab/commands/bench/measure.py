@@ -79,7 +79,7 @@ def check_new(out: Path) -> None:
             raise UserError(f"{path} is there already: choose another name for out, or delete it")
     above = next(path for path in out.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UserError(f"out={out}: {above} is no folder that can be written to; choose another")
+        raise UserError(f"out={out}: {above} is not a writable folder; choose another")
 
 
 def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:

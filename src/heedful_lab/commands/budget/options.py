@@ -42,9 +42,9 @@ class BudgetSearch:
     the lowest retention gate (lowest-gate); for other mechanisms all but the first and the newest
     (streaming-llm)."""
     loss: float = 0.5
-    """How many percent the perplexity may rise above that of the whole cache."""
+    """How many percent the perplexity may rise above that of the full cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """A model whose perplexity, with its whole cache, is the limit in place of --loss."""
+    """A model whose perplexity, with its full cache, is the limit in place of --loss."""
     tokens: int | None = None
     """Give layers so many tokens on average, each as many as help most, in place of --loss."""
     length: int = 1024

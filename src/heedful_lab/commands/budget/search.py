@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction
-from heedful.eviction.gather import check_policy
+from heedful.eviction.selection import check_policy
 from heedful.files import append_line, only_writer, write_whole
 from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.cache.base import AttentionCache
@@ -171,7 +171,7 @@ def _shrunk(
 ) -> tuple[Budgets, bool]:
     """The smallest budgets in so many trials, and whether the search came to its end.
 
-    Trials that are left go to the paper's own search, one layer at a time from the whole cache: in
+    Trials that are left go to the paper's own search, one layer at a time from the full cache: in
     small models it sometimes ends lower.
     """
     best, ended = start, False
@@ -406,8 +406,8 @@ def _limit_in_words(options: BudgetSearch) -> str:
     if options.tokens is not None:
         return f"{options.tokens} tokens per layer on average"
     if options.reference is not None:
-        return f"perplexity of {options.reference} with its whole cache"
-    return f"{options.loss} % above the whole cache"
+        return f"perplexity of {options.reference} with its full cache"
+    return f"{options.loss} % above the full cache"
 
 
 def check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:

@@ -378,7 +378,7 @@ def _config(comparison: Comparison, setups: dict[str, Setup]) -> dict:
 
 
 def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
-    """Make the folder this comparison's own or recognise it; another one's is refused.
+    """Make the folder this comparison's own or recognise it; another one's raises.
 
     Returns the configuration with as many seeds as the folder ever had.
     """

@@ -22,10 +22,10 @@ ROWS = 64  # sequences that are scored at once, and at most 4 times as many in a
 
 
 def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Iterator[Eviction]:
-    """Every policy that serves the model at every budget; first one that keeps everything.
+    """Every policy that supports the model at every budget; first one that keeps everything.
 
     A budget of at most 1 is a share of a sequence, raised to `LEAST_TOKENS` if it is less. The same
-    tokens are protected by every policy. No policy serves a convolution over keys.
+    tokens are protected by every policy. No policy supports a convolution over keys.
     """
     if not evictable(model):
         return

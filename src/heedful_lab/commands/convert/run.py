@@ -43,7 +43,7 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
             "--mechanism and --revert out"
         )
     if converted != options.revert:
-        state, way = "is no converted model", "there is nothing to take out"
+        state, way = "is not a converted model", "there is nothing to take out"
         if converted:
             state, way = "is converted already", "take its mechanism out first, with --revert"
         raise UserError(f"source {options.source!r} {state}; {way}")

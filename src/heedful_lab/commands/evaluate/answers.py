@@ -43,7 +43,7 @@ class Answers(Protocol):
 
 
 class LanguageModel:
-    """The answers of a converted model, under a policy or with its whole cache.
+    """The answers of a converted model, under a policy or with its full cache.
 
     Arguments:
         model: a decoder, in eval mode.

@@ -75,7 +75,7 @@ def _manager(folders: tuple[str, ...], names: tuple[str, ...]):
     folders = tuple(task_files() if x == ON_DISK else x for x in folders)
     for folder in folders:
         if not Path(folder).is_dir():
-            raise UserError(f"lm_eval_tasks names {folder!r}, which is no folder")
+            raise UserError(f"lm_eval_tasks names {folder!r}, which is not a folder")
     if folders:
         own = TaskManager(include_path=list(folders), include_defaults=False)
         if set(names) <= set(own.all_tasks):
@@ -94,14 +94,14 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = "")
         cache: the name of a small cache, under which nothing is generated.
 
     Raises:
-        ValueError: the tokenizer is none of transformers.
+        ValueError: the tokenizer is not one of transformers.
     """
     from lm_eval.models.huggingface import HFLM
 
     if isinstance(tokenizer, ByteTokenizer):
         raise UserError(
-            "lm-evaluation-harness needs a tokenizer of transformers, and 'bytes' is none; save "
-            "one with the model"
+            "lm-evaluation-harness needs a tokenizer of transformers, and 'bytes' is not one; "
+            "save one with the model"
         )
 
     class WholeInputs(HFLM):
@@ -114,7 +114,7 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = "")
         def generate_until(self, requests, *args, **options):
             if cache:
                 raise UserError(
-                    "tasks of lm-evaluation-harness that generate text run with the whole cache "
+                    "tasks of lm-evaluation-harness that generate text run with the full cache "
                     f"alone, not with {cache!r}; leave --budget and --cache-dtype out, or take "
                     "needles"
                 )

@@ -91,7 +91,7 @@ class EvaluationLine(NamedTuple):
 def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[EvaluationLine]:
     """Every task and its parts, every measure, every model: values, intervals, differences.
 
-    Models are compared with the first one with its whole cache. The perplexity of several domains
+    Models are compared with the first one with its full cache. The perplexity of several domains
     is the mean of theirs, as the papers average it.
 
     Arguments:

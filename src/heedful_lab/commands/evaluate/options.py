@@ -24,7 +24,7 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluate models side by side, with their whole caches and under budgets.
+    """Evaluate models side by side, with their full caches and under budgets.
 
     needles: numbers of cities in a long text. babilong: little stories in a long text. lambada,
     lambada-detokenised: the last word of a passage. perplexity: text in sliding windows. blocks,
@@ -49,8 +49,8 @@ class Evaluation:
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget, as in heedful generate."""
     cache_dtype: CacheDtype = "auto"
-    """int8: evaluate each model also with its whole cache quantized to eight bits per number; the
-    caches of --budget are then quantized too."""
+    """int8: evaluate each model also with its full cache quantized; the caches of --budget are then
+    quantized too."""
     samples: int = 20
     """Samples per cell: of each depth, length and number of needles; each kind and length of
     babilong; each domain, task or split."""

@@ -85,7 +85,7 @@ def _lead(samples: Sequence[Sample], tasks: list[str], about: Mapping) -> str:
     caches = [x for x in dict.fromkeys(x.cache for x in samples) if x]
     text = f"{len(samples):,} answers on {', '.join(tasks)}"
     if caches:
-        text += f", with whole caches and under {', '.join(caches)}"
+        text += f", with full caches and under {', '.join(caches)}"
     where = about.get("environment", {})
     for word in ("machine", "commit", "date"):
         if where.get(word):

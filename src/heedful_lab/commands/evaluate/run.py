@@ -172,7 +172,8 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
     """Tokenizers and questions of all models, checked against what the models can read.
 
     Raises:
-        ValueError: a model is none, is no causal language model, or cannot read an item.
+        ValueError: a model cannot be opened, is not a causal language model, or cannot read an
+            item.
     """
     plans: list[EvaluationPlan] = []
     texts_by_task: Texts | None = None
@@ -181,8 +182,8 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
         config, _ = configuration_of(name)
         if not _is_causal(config):
             raise UserError(
-                f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is no "
-                "causal language model; only those can be evaluated"
+                f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is not "
+                "a causal language model; only those can be evaluated"
             )
         if OWN in options.budget and not (Path(options.adapter or name) / NAME).is_file():
             raise UserError(
@@ -214,7 +215,7 @@ def _cache_count(options: Evaluation) -> int:
 def _caches(
     options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel
 ) -> dict[str, LanguageModel]:
-    """The model with its whole cache, then with that quantized, then with those of --budget.
+    """The model with its full cache, then with that quantized, then with those of --budget.
 
     Raises:
         ValueError: the model cannot have one of them.
@@ -265,7 +266,7 @@ def ask(
             continue
         if sample.identity != identity:
             raise UserError(
-                f"{store.path} holds answers of {plan.name!r} {cache or 'with its whole cache'} "
+                f"{store.path} holds answers of {plan.name!r} {cache or 'with its full cache'} "
                 "with other weights, another adapter, other budgets or another dtype; choose "
                 "another --out, or add --restart"
             )

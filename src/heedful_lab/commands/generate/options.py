@@ -44,7 +44,7 @@ class Generation:
     (streaming-llm). none keeps everything. MODULE:CLASS is a policy of yours, such as
     my_module:Landmarks in my_module.py."""
     cache_dtype: CacheDtype = "auto"
-    """Of the cache: int8 quantizes tokens to eight bits per number, auto keeps them as they are."""
+    """Of the cache: int8 quantizes the cached tokens, auto keeps them as they are."""
     save_cache: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Read the prompt, write the cache into this file, and stop."""
     cache: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -64,7 +64,7 @@ class Generation:
     seed: int = 0
     """Of drawn tokens, and of random eviction."""
     beside_whole: bool = False
-    """First write with the whole cache, not quantized, to compare."""
+    """First write with the full cache, not quantized, to compare."""
 
     def __post_init__(self) -> None:
         check_literals(self)

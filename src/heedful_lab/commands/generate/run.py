@@ -83,7 +83,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
         write: gets the text in pieces as it is made.
 
     Yields:
-        What came out, when all of it is written; with `beside_whole` that of the whole cache first.
+        What came out, when all of it is written; with `beside_whole` that of the full cache first.
 
     Raises:
         ValueError: an option cannot be read, or does not fit the model.

@@ -114,7 +114,7 @@ def shrink(
 
     Raises:
         Stopped: `should_stop` returned true.
-        ValueError: the model is none that this serves, the ratio cannot be had, or the folder holds
+        ValueError: the model is not supported, the ratio cannot be reached, or the folder holds
             something else.
     """
     out = Path(options.out)

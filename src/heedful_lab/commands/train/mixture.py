@@ -129,7 +129,7 @@ def _messages(path: Path) -> Iterator[list[dict[str, str]] | None]:
                     return
                 raise UserError(
                     f'data: line {number} of {path} must hold "messages", each with "role" and '
-                    '"content"; mend it or leave it out'
+                    '"content"; fix it or leave it out'
                 ) from None
             yield messages
 

@@ -131,8 +131,8 @@ class Training:
     weights learns which tokens its cache can do without), evict (an adapter of hide, with budgets,
     learns to do without them), or a paper's: mta, mta-long, selective. auto is scratch or adapt."""
     train: Trained | None = None
-    """What is trained: all; the mechanism alone; or lora, the mechanism and low-rank matrices
-    beside the frozen linear layers. The last two write an adapter in place of a model."""
+    """What is trained: all; the mechanism alone; or lora, the mechanism and LoRA beside the
+    frozen linear layers. The last two write an adapter in place of a model."""
     rank: int = 16
     """Of the matrices of lora."""
     targets: Targets | None = None
@@ -245,7 +245,7 @@ class Training:
         """The mixture that `data` names; without weights, all of it is one part.
 
         Raises:
-            ValueError: some have a weight and others none, or one is no whole number above 0.
+            ValueError: some have a weight and others none, or one is not a whole number above 0.
         """
         words = [re.fullmatch(r"(.+):(\d+)", word) for word in self.data]
         if not any(words):
@@ -297,8 +297,7 @@ class Training:
             )
         if self.recipe == EVICT and recipe.train != "lora":
             raise UserError(
-                f"recipe='evict' trains low-rank matrices, got train={recipe.train!r}; leave out "
-                "--train"
+                f"recipe='evict' trains LoRA, got train={recipe.train!r}; leave out --train"
             )
         if recipe.batch % self.accumulate:
             raise UserError(

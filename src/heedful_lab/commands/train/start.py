@@ -51,7 +51,7 @@ def has_weights(name: str) -> bool:
 class Start(NamedTuple):
     """Objects that a run begins with.
 
-    model: converted; with low-rank matrices, PEFT's wrapper of it.
+    model: converted; with LoRA, PEFT's wrapper of it.
     tokenizer: its own, or one that is trained here.
     teacher: the base without a mechanism, of the same weights, where it says what to predict.
     base: its name, where it is frozen.
@@ -123,7 +123,7 @@ def starting_point(
 def _beside_frozen(
     model: PreTrainedModel, tokenizer, options: Training, recipe: TrainingRecipe
 ) -> Start:
-    """The mechanism, with low-rank matrices or without, beside a base that stays what it is."""
+    """The mechanism, with LoRA or without, beside a base that stays what it is."""
     if options.recipe == EVICT:
         _check_budgets(options.model)
     if isinstance(model, ConvertedModel):
@@ -140,7 +140,7 @@ def _beside_frozen(
             raise UserError(
                 f"model {options.model!r} is an adapter: leave out --mechanism, which it has"
                 if options.mechanism
-                else f"model {options.model!r} has low-rank matrices, which training does not "
+                else f"model {options.model!r} has LoRA, which training does not "
                 "resume; train from its base again"
             )
         load_adapter(model, options.model, budgets=False, convert=True)
@@ -172,8 +172,8 @@ def _check_budgets(name: str) -> None:
     """Raise unless a name is that of an adapter with budgets."""
     if not is_adapter(name) or not (Path(name) / NAME).is_file():
         raise UserError(
-            f"recipe='evict' trains under the budgets of an adapter, and {name!r} is none with a "
-            f"{NAME}; make an adapter with --recipe hide and its budgets with heedful budget"
+            f"recipe='evict' trains under the budgets of an adapter, and {name!r} is not one "
+            f"with a {NAME}; make an adapter with --recipe hide and its budgets with heedful budget"
         )
 
 

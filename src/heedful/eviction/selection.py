@@ -18,7 +18,7 @@ _BLOCK = 64  # query rows whose weights are in memory at once
 
 
 def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
-    """Raise unless the policy can serve the layer, under a budget of so many tokens if any."""
+    """Raise unless the policy supports the layer, under a budget of so many tokens if any."""
     name = type(policy).__name__
     if layer.summarises:
         raise UserError(
@@ -104,7 +104,7 @@ class Padding(NamedTuple):
         )
 
 
-class Protection(NamedTuple):
+class KeepRules(NamedTuple):
     """Rules that decide, beside the policy's scores, which tokens are evicted.
 
     total: how many tokens of each sequence have come.
@@ -141,7 +141,7 @@ def slots_to_evict(
     positions: Int[Tensor, "B n"],
     policy: Eviction,
     tokens: int,
-    protection: Protection,
+    rules: KeepRules,
 ) -> Int[Tensor, "B m"]:
     """The slots to evict, so that less than `tokens` tokens are left.
 
@@ -153,48 +153,48 @@ def slots_to_evict(
         positions: of the tokens in all slots.
         policy: for what it protects.
         tokens: the budget.
-        protection: what else decides.
+        rules: what else decides.
 
     Returns:
         Slots in ascending order.
     """
     real, start = None, 0
-    if protection.padding is not None:
-        start, real = protection.padding.start, protection.padding.at(positions)
-    first = start + max(policy.sinks, protection.first)
-    protected = (positions < first) | (positions >= protection.total - policy.recent)
+    if rules.padding is not None:
+        start, real = rules.padding.start, rules.padding.at(positions)
+    first = start + max(policy.sinks, rules.first)
+    protected = (positions < first) | (positions >= rules.total - policy.recent)
     if policy.keep_prompt:
-        protected |= positions < protection.prompt
-        _check_room(protected if real is None else protected & real, policy, tokens, protection)
+        protected |= positions < rules.prompt
+        _check_room(protected if real is None else protected & real, policy, tokens, rules)
     score = score.float().masked_fill(protected, float("inf"))
     unseen = None if real is None else ~real
-    for window in protection.windows:
-        far = positions <= protection.total - window
+    for window in rules.windows:
+        far = positions <= rules.total - window
         unseen = far if unseen is None else unseen | far
     if unseen is not None:
-        if protection.first:
+        if rules.first:
             unseen = unseen & (positions != start)
         score = score.masked_fill(unseen, float("-inf"))
-    if protection.newest:
-        newest = positions >= protection.total - protection.newest
+    if rules.newest:
+        newest = positions >= rules.total - rules.newest
         score = score.masked_fill(newest, float("inf"))
     count = positions.shape[1] - (tokens - 1)
     if count == 1:
         score = score.nan_to_num(float("inf"), float("inf"), float("-inf"))
         others = score > score.amin(1, keepdim=True)
-        return positions.masked_fill(others, protection.total).argmin(1, keepdim=True)
+        return positions.masked_fill(others, rules.total).argmin(1, keepdim=True)
     by_age = positions.argsort(dim=1)
     lowest = score.gather(1, by_age).argsort(dim=1, stable=True)[:, :count]
     return by_age.gather(1, lowest).sort(dim=1).values
 
 
 def _check_room(
-    protected: Bool[Tensor, "B n"], policy: Eviction, tokens: int, protection: Protection
+    protected: Bool[Tensor, "B n"], policy: Eviction, tokens: int, rules: KeepRules
 ) -> None:
     """Raise unless the protected tokens and the next one fit into the budget."""
     if int(protected.sum(1).max()) >= tokens:
         raise UserError(
-            f"keep_prompt=True needs room for the prompt of {protection.prompt} tokens, "
+            f"keep_prompt=True needs room for the prompt of {rules.prompt} tokens, "
             f"{policy.recent} recent ones and the next one, and the budget is {tokens}; give "
             "more tokens, or keep_prompt=False"
         )
