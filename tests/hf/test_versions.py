@@ -41,7 +41,8 @@ def private_names_of_transformers() -> set[str]:
                 actual.add(node.attr)
             elif isinstance(node, ast.ClassDef):
                 actual |= {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
-    return set(filter(private, actual)) - vars(torch.nn.Module()).keys()  # those are torch's
+    of_torch = vars(torch.nn.Module()).keys()
+    return {x for x in filter(private, actual) if x not in of_torch and not hasattr(torch, x)}
 
 
 def own_names(tree: ast.AST) -> set[str]:

@@ -133,8 +133,8 @@ def check_static(model: nn.Module, modules: Sequence[nn.Module], policy: Evictio
         )
     if getattr(getattr(model, "_heedful", None), "after_eviction", None) is not None:
         raise UserError(
-            "static: the model has low-rank matrices whose strength changes as tokens are evicted, "
-            f"which a static cache does not serve; {without}"
+            "static: the model has LoRA whose strength changes as tokens are evicted, which is not "
+            f"supported; {without}"
         )
     config = model.config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
