@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.hf import attention, versions
-from heedful.hf.cache import new as cache
+from heedful.hf.cache import layer as cache
 from heedful.hf.family import call, mask
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import FAMILIES, logits, tiny
