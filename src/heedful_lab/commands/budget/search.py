@@ -438,7 +438,7 @@ def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
 def _check_reference(name: str, whole: float, limit: float) -> None:
     if whole > limit * (1 + 1e-6):
         raise UserError(
-            f"reference {name!r} has a perplexity of {limit:.4f}, and the model with its whole "
+            f"reference {name!r} has a perplexity of {limit:.4f}, and the model with its full "
             f"cache has {whole:.4f}: no budget can reach that; give --loss in place of --reference"
         )
 
@@ -455,7 +455,7 @@ def format_result(result: SearchResult) -> str:
     lines += [
         f"  sum  {sum(n or result.length for n in budgets):6}  {result.share_of_tokens:6.1%}",
         "",
-        f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
+        f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the full "
         f"cache {result.whole:.4f}{limit} ({result.rows} sequences)",
         f"{result.trials} trials, {result.measured} of them now, in {result.seconds:.0f} s; "
         + (
