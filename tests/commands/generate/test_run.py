@@ -160,6 +160,35 @@ def test_a_policy_of_a_user_s_file(folders, tmp_path, monkeypatch, module):
         generation_of(folders / "plain", eviction="tovaa", **options)
 
 
+KEEPING = """
+from dataclasses import dataclass
+from heedful.eviction import StreamingLLM
+
+@dataclass(frozen=True)
+class Keeping(StreamingLLM):
+    keep_prompt: bool = True
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "selective"])
+def test_the_last_token_of_a_prompt_belongs_to_it(folders, tmp_path, monkeypatch, name):
+    """Also where it comes alone, as the last piece."""
+    monkeypatch.chdir(tmp_path)
+    Path("keeping.py").write_text(KEEPING)
+    caches = []
+    monkeypatch.setattr(
+        "heedful_lab.commands.generate.run.new_cache",
+        lambda *args, **options: caches.append(heedful.new_cache(*args, **options)) or caches[-1],
+    )
+    prompt = PROMPT[:33]
+    generation_of(
+        folders / name, prompt=prompt, eviction="keeping.py:Keeping", budget="42", chunk=8,
+        max_new_tokens=20,
+    )  # fmt: skip
+    for positions in caches[0].positions():
+        assert positions[0, :33].tolist() == list(range(33))
+
+
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
     prompt = PROMPT * 5  # 190 tokens
     lengths = {

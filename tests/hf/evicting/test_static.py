@@ -180,7 +180,7 @@ def test_what_a_static_cache_does_not_serve_is_refused_by_name():
         greedy(model, ids, 5, cache=cache, prompt_lookup_num_tokens=2)
     cache.reset()
     in_steps(model, ids, [28, 1, 1], cache)
-    with pytest.raises(ValueError, match="crop: a static cache takes no tokens back, asked for 1"):
+    with pytest.raises(ValueError, match="crop: a static cache takes no tokens back, got 1"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="attention_mask of one token must have one column"):
         model(ids[:, :1], attention_mask=torch.ones(1, 1, 1, 31).bool(),

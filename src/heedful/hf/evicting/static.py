@@ -218,7 +218,7 @@ class StaticMap(SlotMap):
     def take_back(self, count: int) -> Moves | None:
         if count:
             raise UserError(
-                f"crop: a static cache takes no tokens back, asked for {count}; make the cache "
+                f"crop: a static cache takes no tokens back, got {count}; make the cache "
                 "with static=False"
             )
         return None

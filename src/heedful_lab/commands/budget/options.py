@@ -42,7 +42,7 @@ class BudgetSearch:
     the lowest retention gate (lowest-gate); for other mechanisms all but the first and the newest
     (streaming-llm)."""
     loss: float = 0.5
-    """How many percent the perplexity may rise above that of the full cache."""
+    """Percent by which the perplexity may rise above that of the full cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """A model whose perplexity, with its full cache, is the limit in place of --loss."""
     tokens: int | None = None

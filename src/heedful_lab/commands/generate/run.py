@@ -13,7 +13,7 @@ from transformers.generation import BaseStreamer
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction, SnapKV
-from heedful.hf.cache.new import KVCache, load_cache, new_cache
+from heedful.hf.cache.new import KVCache, expect_prompt, load_cache, new_cache
 from heedful.hf.convert import replace_attention
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.evicting.new import needs_conversion
@@ -141,6 +141,8 @@ def _generate(
     prompt = ids.shape[1]
     if passed:  # whatever tokens: generate takes those that the cache does not have
         ids = torch.cat([ids.new_zeros(1, passed), ids], dim=1)
+    if not paired and not passed:
+        expect_prompt(cache, prompt)  # its last piece may be a single token
     torch.manual_seed(options.seed)
     sequences = model.generate(
         ids.to(model.device),
@@ -182,6 +184,7 @@ def _result(
 @torch.no_grad()
 def _read(model: PreTrainedModel, ids: Int[Tensor, "1 T"], cache: KVCache, chunk: int) -> None:
     """Read a prompt in pieces, and write nothing."""
+    expect_prompt(cache, ids.shape[1])
     for piece in ids.to(model.device).split(chunk, dim=1):
         model(input_ids=piece, **cache_argument(model, cache))
 

@@ -131,7 +131,7 @@ class Training:
     weights learns which tokens its cache can do without), evict (an adapter of hide, with budgets,
     learns to do without them), or a paper's: mta, mta-long, selective. auto is scratch or adapt."""
     train: Trained | None = None
-    """What is trained: all; the mechanism alone; or lora, the mechanism and LoRA beside the
+    """Parameters to train: all; the mechanism alone; or lora, the mechanism and LoRA beside the
     frozen linear layers. The last two write an adapter in place of a model."""
     rank: int = 16
     """Of the matrices of lora."""
