@@ -20,6 +20,7 @@ from heedful_lab.cli import main
 from heedful_lab.commands.generate.run import CHUNK
 from heedful_lab.commands.options import EVICTIONS
 from heedful_lab.commands.policies import spelled
+from helpers.cached import greedy
 from helpers.command_line import refusal, status_of
 from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
 
@@ -41,11 +42,7 @@ def folders(tmp_path_factory) -> Iterator[Path]:
 
 def by_hand(model, ids: list[int], new: int, **options) -> list[int]:
     """Greedy, from whole forward passes or with a cache."""
-    row = torch.tensor([ids])
-    ids_out = model.generate(
-        row, attention_mask=torch.ones_like(row), max_new_tokens=new, do_sample=False, **options
-    )
-    return ids_out[0, len(ids) :].tolist()
+    return greedy(model, torch.tensor([ids]), new, **options)[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("name", ["plain", "selective", "mta"])
