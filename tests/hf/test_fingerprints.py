@@ -15,6 +15,7 @@ from heedful.hf.budgets import NAME, read_budgets, write_budgets
 from heedful.hf.fingerprints import distance_of, fingerprint_of, is_of
 from heedful.hf.grids import steps
 from heedful.hf.stock import stock_model, stock_tokenizer
+from heedful.hf.versions import cache_argument
 from helpers.families import logits, stir, tiny, tokens
 from helpers.quantised import CASTS, QUANTISATIONS, quantised
 from helpers.small_models import needs_smollm2
@@ -202,7 +203,8 @@ def test_the_kept_adapter_on_other_quantisations_of_smollm2():
         model.eval()
         cache = heedful.new_cache(model, eviction)
         with torch.no_grad():
-            parts = [model(input_ids=x, past_key_values=cache).logits for x in ids.split(50, 1)]
+            own = cache_argument(model, cache)
+            parts = [model(input_ids=x, **own).logits for x in ids.split(50, 1)]
         return float(cross_entropy(torch.cat(parts, 1)[0, :-1].float(), ids[0, 1:]))
 
     def rise(model):

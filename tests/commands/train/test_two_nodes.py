@@ -49,7 +49,8 @@ def start_node(rank: int, port: int, *options: str, folder: str = ".") -> psutil
     """The options of docs/train.md, with one process on each node."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
-        "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1", "-m", "heedful", "train",
+        "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1",
+        "-m", "heedful_lab", "train",
         *OPTIONS, *options,
     ]  # fmt: skip
     with open(f"node-{rank}.log", "w") as log:

@@ -99,17 +99,6 @@ def test_crop_takes_back_what_was_recorded(policy):
         cache.crop(2)
 
 
-def test_scores_that_add_up_over_queries_take_no_token_back():
-    model, ids = tiny(), tokens(1, 20)
-    cache = heedful.new_cache(model, TOVA(tokens=16))
-    with pytest.raises(ValueError, match="TOVA cannot take tokens back, as assisted decoding asks"):
-        greedy(model, ids, 5, cache=cache, prompt_lookup_num_tokens=2)
-    cache = heedful.new_cache(model, TOVA(tokens=16))
-    in_steps(model, ids[:, :9], [8, 1], cache)
-    with pytest.raises(ValueError, match=r"take back 0 tokens here, asked for 1$"):
-        cache.crop(-1)
-
-
 def test_turns_reset_and_other_batches():
     model, ids = beside(tiny()), tokens(2, 50)
     mask = ragged_mask(2, 50)

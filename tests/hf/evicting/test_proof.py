@@ -9,7 +9,8 @@ from heedful.eviction import TOVA, StreamingLLM
 from heedful.hf.evicting import hook
 from heedful.hf.evicting.hook import hook_of
 from heedful.hf.versions import cache_among
-from helpers.families import GROUPED, stir, tiny
+from helpers.cached import in_steps
+from helpers.families import GROUPED, stir, tiny, tokens
 
 SERVED = {
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
@@ -67,6 +68,15 @@ def test_the_proof_fails_where_columns_are_wrong(family, monkeypatch):
     monkeypatch.setattr(hook, "_chosen", lambda mask, at, step: mask[..., : at.shape[1]])
     with pytest.raises(ValueError, match="under a budget its outputs differ from the definition"):
         heedful.new_cache(tiny(family, sliding_window=20), StreamingLLM(tokens=16))
+
+
+def test_half_precision_is_compared_by_its_own_rounding():
+    """Where calls of other sizes round otherwise, as in every larger model."""
+    torch.manual_seed(0)
+    model = tiny(dtype=torch.float16, num_hidden_layers=8)
+    cache = heedful.new_cache(model, StreamingLLM(tokens=20))
+    in_steps(model, tokens(1, 40), [20, 20], cache)
+    assert cache.tokens == [19] * 8
 
 
 def test_the_proof_is_made_anew_for_another_implementation():

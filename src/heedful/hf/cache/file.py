@@ -25,7 +25,7 @@ from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.identity import cache_identity, json_digest, tensors_digest
 
-FORMAT = 1
+FORMAT = 2
 _NAME, _DIGEST = "heedful.cache", "heedful.digest"  # of the metadata
 _PARTS = {
     "weights": "other weights, or the same in another precision",
@@ -74,6 +74,8 @@ def write_cache(path: Path, layers: list, model: nn.Module | None) -> None:
         _check(layer)
     tensors: dict[str, Tensor] = {}
     maps = _maps(layers)
+    for slot_map in maps:
+        slot_map.settle()  # what has been read is final
     policies = [x.budget.policy for x in layers if x.budget is not None]
     about = {
         "format": FORMAT,

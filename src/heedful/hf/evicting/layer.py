@@ -22,7 +22,7 @@ from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.hiding import SelectorRows
-from heedful.hf.evicting.observing import AttentionCall, attention_received
+from heedful.hf.evicting.observing import AttentionCall, attention_of_each, attention_received
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.evicting.step import Step
 
@@ -60,7 +60,6 @@ class EvictingLayer(CacheLayerMixin):
         self, index: int, slot_map: SlotMap, first: bool, meter: Meter, int8: bool = False
     ) -> None:
         self.index, self.map, self.meter = index, slot_map, meter
-        self.is_croppable = not slot_map.observes
         self._first, self.int8, self._nbytes = first, int8, 0
         if slot_map.observes or READ.intersection(slot_map.needs):
             slot_map.reader = self
@@ -200,6 +199,10 @@ class EvictingLayer(CacheLayerMixin):
         new, observes = step.new, self.map.budget.policy.observes
         queries = new if observes is None else min(observes, new)
         real, self._real = self._real, None
+        if self.map.record_past:
+            self.map.scores.calls.append(attention_of_each(call, observes, real))
+            self._measure()
+            return
         attention = attention_received(call, queries, real)
         keep = self.map.observe(step, attention, queries, call.key, call.value)
         if keep is not None:
@@ -253,7 +256,10 @@ class EvictingLayer(CacheLayerMixin):
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.map.record_past = value
+        if value:
+            self.map.record_past = True
+        else:
+            self.map.end_past_recording()
 
     def activate_past_recording(self) -> None:
         """From now on nothing is evicted before `crop`, which can take back the calls until then.
@@ -265,7 +271,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def end_past_recording(self) -> None:
         """From now on what a window or a budget has no room for is evicted again."""
-        self.map.record_past = False
+        self.map.end_past_recording()
 
     def reset(self) -> None:
         self.map.reset()  # by each of its layers, also where a call was interrupted
@@ -298,8 +304,9 @@ class EvictingLayer(CacheLayerMixin):
         self._measure()
 
     def _in_turn(self, act: Callable, *arguments: object) -> object:
-        turn, self._turn = self._turn, self._turn + 1
-        return self.map.once(turn, act, *arguments)
+        result = self.map.once(self._turn, act, *arguments)
+        self._turn += 1  # not where it was refused
+        return result
 
     def check_between_calls(self) -> None:
         """Raise where a call is under way, or was interrupted."""

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from heedful.checks import UserError
+from heedful.hf.evicting.scores import MOST, Received
 from heedful.hf.versions import ImplementationProxy, implementation_of
 
 _BLOCK = 64  # query rows whose weights are in memory at once
@@ -133,6 +135,36 @@ def attention_received(
             rows = rows.masked_fill(~real[:, start:stop, None].to(rows.device), 0)
         received[:, : rows.shape[2]] += rows.sum(1)
     return received
+
+
+def attention_of_each(
+    call: AttentionCall, observes: int | None, real: Bool[Tensor, "B Tq"] | None
+) -> Received:
+    """The same of a call that may be taken back: of the newest queries apart.
+
+    Arguments:
+        call: whose weights these are.
+        observes: how many queries the policy reads; `None` is all.
+        real: as for `attention_received`.
+    """
+    new, keys = call.query.shape[2], call.key.shape[2]
+    start = max(0, new - MOST - (observes or 0))
+    rows = call.key.new_zeros(len(call.query), new - start, keys, dtype=torch.float32)
+    for first, stop in _blocks(start, new):
+        block = weights(call, first, stop).float().mean(1)
+        rows[:, first - start : stop - start, : block.shape[2]] = block
+    if real is not None:
+        rows = rows.masked_fill(~real[:, start:, None].to(rows.device), 0)
+    earlier = None
+    if start and observes is None:
+        before = call._replace(
+            query=call.query[:, :, :start],
+            key=call.key if call.mask is not None else call.key[:, :, : keys - new + start],
+            mask=None if call.mask is None else call.mask[:, :, :start],
+        )
+        sums = attention_received(before, start, None if real is None else real[:, :start])
+        earlier = pad(sums, (0, keys - sums.shape[1]))
+    return Received(rows, earlier, new)
 
 
 def weights(call: AttentionCall, start: int, stop: int) -> Float[Tensor, "B H m n"]:

@@ -174,7 +174,9 @@ def _unproven(model: PreTrainedModel, reason: str) -> UserError:
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
-    return bool((x - y).abs().max() <= rounding(y) * y.abs().max())
+    tolerance, wide = rounding(y), torch.promote_types(y.dtype, torch.float32)
+    x, y = x.to(wide), y.to(wide)
+    return bool((x - y).abs().max() <= tolerance * y.abs().max())
 
 
 def _cache(
@@ -194,7 +196,7 @@ def _logits(
         position += piece.shape[1]
         options = {"attention_mask": real[:, :position].long(), "use_cache": cache is not None}
         parts.append(model(piece, **options, **cache_argument(model, cache))[0])
-    return torch.cat(parts, dim=1)[real].float()
+    return torch.cat(parts, dim=1)[real]
 
 
 def _shown(real: Bool[Tensor, "2 T"], window: int | None) -> Bool[Tensor, "2 1 T T"]:

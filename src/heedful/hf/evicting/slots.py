@@ -14,15 +14,15 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, selection
 from heedful.eviction.selection import KeepRules, Moves, Padding
-from heedful.hf.cache.budget import Budget, scores_add_up
+from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.hiding import Hiding, SelectorRows
+from heedful.hf.evicting.scores import Scores
 from heedful.hf.evicting.step import Reader, Step, in_order, interrupted
 
 _NEVER = 2**62  # position of the first real token of a sequence that has none yet
@@ -53,7 +53,7 @@ class SlotMap:
 
     parts = (
         "counters", "length", "holes", "record_past", "hiding", "_fresh", "_late", "_cropped",
-        "_calls", "_streams", "_start", "_score",
+        "_calls", "_streams", "_start", "scores",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +83,7 @@ class SlotMap:
         self._streams = {"positions": Slots()}
         self._start: Int[Tensor, "#B 1"] | None = None
         self._joined: dict[str, Slots] | None = None  # what the newest call reads, while it does
-        self._score: Float[Tensor, "B n"] | None = None  # the policy's own last one, if it observes
+        self.scores = Scores()  # of a policy that reads attention
         if self.hiding is not None:
             self.hiding.reset()
             self._streams |= {"F": Slots(), "selector keys": Slots()}
@@ -92,7 +92,7 @@ class SlotMap:
     def tensors(self) -> list[Tensor | None]:
         own = [] if self.hiding is None else self.hiding.tensors
         streams = [y for x in self._streams.values() for y in x.tensors]
-        return [*streams, *own, self._start, self._score]
+        return [*streams, *own, self._start, *self.scores.tensors]
 
     @property
     def tokens(self) -> int:
@@ -165,7 +165,8 @@ class SlotMap:
         if self.record_past and self._cropped:
             # Assisted decoding crops after every call: a second call without it is a plain one.
             self._calls += 1
-            self.record_past = self._calls < 2
+            if self._calls == 2:
+                self.end_past_recording()
         before = self.counters.total
         self.counters.add(new)
         self.counters.pending = 0
@@ -255,17 +256,22 @@ class SlotMap:
             As of `evict`.
         """
         cached, padding = self._cached(self.counters.total, keys, values)
-        last = self._score
-        if last is not None:
-            last = pad(last, (0, step.read - last.shape[1]))
-        cached = cached._replace(attention=attention, queries=queries, score=last)
-        self._score = selection.scores(self.budget.policy, cached, padding)
+        score = self.scores.add(self.budget.policy, cached, padding, attention, queries)
         if not step.evicts:
             return None
-        keep = self._evict(step, self._to_evict(self._score, cached, padding))
+        keep = self._evict(step, self._to_evict(score, cached, padding))
         if keep is not None:
-            self._score = self._score.gather(1, keep)
+            self.scores.last = score.gather(1, keep)
         return keep
+
+    def settle(self, count: int = 0) -> None:
+        """Score recorded calls, after the newest tokens have been taken back."""
+        evicted = self.counters.total - self.length
+        policy = None if self.budget is None else self.budget.policy
+        for attention, queries in self.scores.take_back(count, policy):
+            size = attention.shape[1]
+            cached, padding = self._cached(evicted + size, None, None, size)
+            self.scores.add(policy, cached, padding, attention, queries)
 
     def _evict(self, step: Step, slots: Int[Tensor, "#B m"]) -> Int[Tensor, "#B k"] | None:
         """Let the tokens in these slots leave; returns as `evict`."""
@@ -296,8 +302,8 @@ class SlotMap:
             for slots in self._streams.values():
                 slots.move(step.moves, self.limit)
             self.length, self._fresh = step.moves.keep.shape[1], 0
-        if self._score is not None:
-            self._forget_scores(step)
+        if self.scores.last is not None:
+            self.scores.forget(step)
         at = torch.arange(step.before, step.before + step.new, device=device)
         batch = self._rows if real is None else max(self._rows, len(real))
         new = {}
@@ -325,13 +331,6 @@ class SlotMap:
         if step.hole is None:
             self.length += step.new
             self._fresh += step.new
-
-    def _forget_scores(self, step: Step) -> None:
-        """Drop the scores of tokens that have left; that of a new one in a slot of theirs is 0."""
-        if step.moves is not None:
-            self._score = self._score.gather(1, step.moves.keep)
-        elif step.hole is not None:
-            self._score = self._score.scatter(1, step.hole, 0)
 
     def _note_padding(self, step: Step, real: Bool[Tensor, "B m"] | None) -> None:
         """Begin to store which tokens are padding, or end it."""
@@ -375,17 +374,18 @@ class SlotMap:
             keys, values: of the tokens; by default what the layer has cached.
         """
         cached, padding = self._cached(total, keys, values)
-        return self._to_evict(
-            selection.scores(self.budget.policy, cached, padding), cached, padding
-        )
+        score = self.scores.last
+        if score is None:
+            score = selection.scores(self.budget.policy, cached, padding)
+        return self._to_evict(score, cached, padding)
 
     def _cached(
-        self, total: int, keys: Tensor | None, values: Tensor | None
+        self, total: int, keys: Tensor | None, values: Tensor | None, size: int | None = None
     ) -> tuple[CachedTokens, Padding | None]:
-        """The tokens that the newest call has read, as the policy scores them, and the padding."""
-        at, padding = self.at, None
+        """The tokens that a call has read, of so many slots if not all, and the padding."""
+        at, padding = self.at if size is None else self.at[:, :size], None
         if self._start is not None:
-            padding = Padding(self._read("real")[:, 0, :, 0], self._start, by_slot=True)
+            padding = Padding(self._read("real")[:, 0, :size, 0], self._start, by_slot=True)
         cached = CachedTokens(at, total)
         if self.hiding is not None:
             f = (self._streams if self._joined is None else self._joined)["F"]
@@ -394,8 +394,8 @@ class SlotMap:
             cached = cached._replace(hidden=f.contents[:, 0, :, 0])
         if self.reader is not None:
             if keys is None:
-                cached_rows = (self.reader.keys, self.reader.values)
-                keys, values = (x[:, :, : self.length] for x in cached_rows)
+                stop, cached_rows = size or self.length, (self.reader.keys, self.reader.values)
+                keys, values = (x[:, :, :stop] for x in cached_rows)
             at = at.expand(len(keys), -1)
             cached = cached._replace(
                 positions=at, keys=keys if "keys" in self.needs else None,
@@ -421,7 +421,7 @@ class SlotMap:
     def fresh(self) -> int:
         """Number of the newest tokens that can be taken back: what they evicted is still there."""
         if self.observes:
-            return 0  # scores have what they attended to
+            return self.scores.fresh
         if self.budget is not None or self.length == self.counters.total:
             return self._fresh if self.budget is not None else self.length
         return max(0, self.length - (self.window - 1))
@@ -436,7 +436,7 @@ class SlotMap:
         fresh = self.fresh
         if count > fresh:
             advice = ": call activate_past_recording() before the calls that may be undone"
-            advice = "" if self.record_past or self.observes else advice
+            advice = "" if self.record_past else advice
             raise UserError(f"crop can take back {fresh} tokens here, asked for {count}{advice}")
         self._cropped, self._calls = True, 0
         self.length -= count
@@ -450,6 +450,7 @@ class SlotMap:
                 slots.drop_last(count)
         if self.hiding is not None:
             self.hiding.drop_last(count)
+        self.settle(count)
         if self.holes is not None or self.length <= self._most:
             return None
         slots = self._lowest(self.counters.total)
@@ -457,25 +458,24 @@ class SlotMap:
         moves = selection.moves(slots, self.length)
         for slots in self._streams.values():
             slots.move(moves, self.limit)
+        self.scores.move(moves)
         self.length, self._fresh = moves.keep.shape[1], 0
         return moves
 
     def activate_past_recording(self) -> None:
-        """Evict nothing before `take_back`.
-
-        Raises:
-            ValueError: the policy reads attention.
-        """
-        if self.observes:
-            raise scores_add_up(self.budget.policy)
+        """Evict nothing before `take_back`."""
         self.record_past, self._cropped, self._calls = True, False, 0
+
+    def end_past_recording(self) -> None:
+        """Evict again; the recorded calls are final."""
+        self.record_past = False
+        self.settle()
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Choose sequences, where each has positions of its own."""
         self._joined = None
         self._write_late()
-        if self._score is not None:
-            self._score = change(self._score)
+        self.scores.map_batch(change)
         if self._rows == 1 and self.hiding is None:
             return
         for slots in self._streams.values():
