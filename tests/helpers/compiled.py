@@ -432,6 +432,7 @@ CHECKS = {
         f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])
         for kind, check in (("dropout", dropout), ("dynamic", dynamic), ("export", export))
         for name in LENGTHS
+        if (kind, name) != ("dropout", "low-rank")  # which refuses dropout
     },
     **{
         f"fused {name}": lambda name=name: dynamic_fused(BY_NAME[name])
