@@ -28,6 +28,7 @@ from benchmarks.parts import origin
 from heedful.compatibility import TESTED
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
+from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful.nn import ablations
 from heedful_lab.commands.bench import measure as bench
 from heedful_lab.commands.compare import run as compare
@@ -37,7 +38,7 @@ from heedful_lab.commands.train.options import SIZES, Shape
 from helpers import ROOT
 from helpers.command_line import change_setups, status_of
 from helpers.gguf_files import write_gguf
-from helpers.small_models import small, tokenizer_of_words
+from helpers.small_models import needs_smollm2, small, tokenizer_of_words
 
 STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -120,6 +121,24 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
             code = compile("\n" * block.line + block.text, name(page), "exec")
             if block.kind == "python":
                 exec(code, namespace)
+
+
+@pytest.mark.slow
+@needs_smollm2
+@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/quickstart.md", 2)])
+def test_the_first_snippets_run_on_the_real_model(page, count, tmp_path, monkeypatch):
+    """In bfloat16, whose rounding a small random model does not show."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    model = stock_model("smollm2", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / HUB)
+    stock_tokenizer("smollm2").save_pretrained(tmp_path / HUB)
+    snippets = [x.text for x in blocks(ROOT / page) if x.kind == "python"]
+    namespace: dict = {}
+    for text in snippets[:count]:
+        exec(text, namespace)
+    cache = namespace["cache"]
+    assert cache.bf16_nbytes == 2 * 2 * 30 * 3 * 64 * cache.get_seq_length()
 
 
 @pytest.mark.parametrize(
