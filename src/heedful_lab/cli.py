@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import tyro
 
@@ -23,9 +23,6 @@ from heedful_lab.commands.generate.options import Generation
 from heedful_lab.commands.inspect.options import Inspection
 from heedful_lab.commands.shrink.options import Shrink
 from heedful_lab.commands.train.options import Training
-
-if TYPE_CHECKING:
-    from heedful_lab.commands.compare.run import ComparisonResult
 
 # The packages' own configurations are the commands, with a place to write to beside them.
 
@@ -417,6 +414,7 @@ def _compare(command: CompareCommand) -> int:
 
     from heedful.training.run import Stopped
     from heedful_lab.commands.compare.findings import overview
+    from heedful_lab.commands.compare.page import write_report
     from heedful_lab.commands.compare.run import compare, kept
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
@@ -424,7 +422,7 @@ def _compare(command: CompareCommand) -> int:
     out, comparison = _path(command.out), _as(Comparison, command)
     with _stopping() as signals:
         try:
-            records = compare(comparison, out, lambda: bool(signals), write_page)
+            records = compare(comparison, out, lambda: bool(signals), write_report)
         except (Stopped, KeyboardInterrupt):
             print(f"stopped: {kept(out)}; the same command goes on there", file=sys.stderr)
             return 128 + signals[-1]
@@ -452,27 +450,3 @@ def _stopping() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def write_page(result: "ComparisonResult") -> None:
-    """Write `report.html` about what a comparison has finished: the `show` of `compare`.
-
-    It stands here because the modules that run and that show know nothing of each other.
-    """
-    from heedful_lab.commands.compare.exhibits import exhibits_of
-    from heedful_lab.commands.compare.findings import TextExhibit
-    from heedful_lab.commands.compare.page import write_report
-    from heedful_lab.commands.compare.small_cache_tables import CacheExhibit
-
-    exhibits = [exhibit for look in result.looks for exhibit in exhibits_of(*look)]
-    caches = [CacheExhibit(*item) for item in result.caches]
-    texts = [TextExhibit(*item) for item in result.texts]
-    write_report(
-        result.folder,
-        result.records,
-        exhibits,
-        result.config,
-        result.budgeted,
-        caches,
-        texts,
-    )

@@ -16,10 +16,10 @@ import heedful_lab.commands.compare.run as room
 from heedful.nn import Selective, Standard
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import Stopped
-from heedful_lab.cli import write_page
 from heedful_lab.commands.compare import setups as settings
 from heedful_lab.commands.compare.findings import findings, further, summarise
 from heedful_lab.commands.compare.options import Comparison
+from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.scoring import score, write
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful_lab.commands.models import open_model
@@ -28,7 +28,7 @@ from heedful_lab.tasks import Spans, Summarise, Translate
 from heedful_lab.tasks.translate import bleu, text_error
 from helpers.command_line import change_setups, refusal, status_of
 
-compare = partial(room.compare, show=write_page)  # as the command does
+compare = partial(room.compare, show=write_report)  # as the command does
 SIZE = Size(16, 2, 2)
 COMPARISON = Comparison(
     tasks=("translate", "summarise", "spans"), mechanisms=("standard", "selective"), steps=4,

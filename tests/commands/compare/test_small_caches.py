@@ -16,23 +16,19 @@ import heedful_lab.commands.compare.run as room
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.look import cached_over_time
 from heedful.nn import HeadShape, Selective, Standard
-from heedful_lab.cli import write_page
+from heedful_lab.commands.compare import figures
 from heedful_lab.commands.compare import options as comparison
+from heedful_lab.commands.compare.findings import budget_tables
 from heedful_lab.commands.compare.options import LEAST_TOKENS, Comparison
+from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
 from heedful_lab.commands.compare.setups import chosen_setups
-from heedful_lab.commands.compare.small_cache_tables import (
-    CacheExhibit,
-    cache_picture,
-    pictures,
-    tables,
-)
 from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
 from heedful_lab.records import read_records
 from heedful_lab.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
 from heedful_lab.tasks import Recall, Text
 
-compare = partial(room.compare, show=write_page)  # as the command does
+compare = partial(room.compare, show=write_report)  # as the command does
 TEXT = Comparison(
     tasks=("text",), mechanisms=("standard", "selective", "local-global", "mta"), steps=2, batch=2,
     length=64, hidden=16, layers=4, heads=2, memory_loss=0.1, budgets=(0.5, 14), device="cpu",
@@ -115,11 +111,12 @@ def test_compression_is_counted_against_a_full_cache_in_bf16():
     line = scored_as(model, ("text", "standard", 0), task, policy, ({"held-out": 9.0}, 500.0, 3))
     assert line.bf16_bytes == expected
     whole = replace(line, policy=WHOLE, tokens=40, peak_bytes=2.0 * expected)
-    table = tables([whole, line], markdown=True)
-    assert "text, held-out: perplexity, and × smaller than bf16" in table
-    assert f"| standard | StreamingLLM | 9.00 (0.5 ×) | 9.00 ({expected / 500:.1f} ×) |" in table
-    (picture,) = pictures([whole, line, replace(line, policy="TOVA", peak_bytes=1000.0)])
-    (axes,) = picture[0].axes
+    (table,) = budget_tables([whole, line])
+    assert table.title == "text, held-out: perplexity, and × smaller than bf16"
+    evicted = f"9.00 ({expected / 500:.1f} ×)"
+    assert table.body == [["standard", "StreamingLLM", "9.00 (0.5 ×)", evicted]]
+    scored = [whole, line, replace(line, policy="TOVA", peak_bytes=1000.0)]
+    (axes,) = figures.under_budgets(scored, "standard", "held-out").axes
     drawn = {round(x, 6) for curve in axes.lines for x in curve.get_xdata()}
     assert {0.5, expected / 500, expected / 1000} <= drawn
     assert "× smaller than bf16" in axes.get_xlabel()
@@ -162,10 +159,9 @@ def test_the_page_shows_it(finished):
     assert "text, held-out: perplexity, and × smaller than bf16" in page
     assert page.count("against the compression of its KV cache") >= 4 * 2
     assert "what each layer&#x27;s cache holds in the course of a sequence" in page
-    scored = read_budgeted(out / "budgets.jsonl")
-    table = tables(scored, markdown=True)
-    assert "| selective | MostHidden | " in table and "| 32 tokens | " in table
-    assert len(pictures(scored)) == 4
+    (table,) = budget_tables(read_budgeted(out / "budgets.jsonl"))
+    assert "32 tokens" in table.head
+    assert ["selective", "MostHidden"] in [row[:2] for row in table.body]
 
 
 def test_a_hybrids_layers_are_local_but_for_every_fourth():
@@ -206,10 +202,8 @@ def test_cached_tokens_are_drawn_over_time():
         assert not map_.triu(1).any()
         assert map_.sum(1).tolist() == [*range(1, 14), *[13] * 27]
         assert map_[:, :4].tril().sum(0).tolist() == [40, 39, 38, 37]  # the sinks
-    figure, text = cache_picture(CacheExhibit("text", "selective", "MostHidden", 14, maps))
-    titles = [axes.get_title() for axes in figure.axes]
+    titles = [axes.get_title() for axes in figures.cached(maps).axes]
     assert titles == ["layer 0: 13 of 40 at the end", "layer 1: 13 of 40 at the end"]
-    assert "under MostHidden with 14 tokens" in text
 
 
 def test_budgets_that_nothing_can_be_scored_under_are_refused():

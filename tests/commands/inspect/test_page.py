@@ -19,7 +19,7 @@ from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.inspect.arrays import NOBODY, PageData, page_data
 from heedful_lab.commands.inspect.page import write_inspection
 from helpers.browser import CHROMIUM, Browser
-from helpers.invented_runs import exhibits, runs
+from helpers.invented_runs import looks, runs
 from helpers.small_models import converted, ids_of, small
 
 pytestmark = pytest.mark.skipif(
@@ -322,7 +322,7 @@ def darkness(browser: Browser) -> list[int]:
 
 
 def test_colours_follow_the_reader_and_the_choice(browser, pages, tmp_path):
-    report = write_report(tmp_path, [*runs("standard", [0.9, 0.8])], exhibits(), {})
+    report = write_report(tmp_path, runs("standard", [0.9, 0.8]), {}, looks())
     for path in (pages["mta"][1], report):
         browser.prefer("light")
         browser.open(path)

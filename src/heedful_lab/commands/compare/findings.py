@@ -1,6 +1,5 @@
 """Runs summed up over seeds: in numbers, as a table and in words."""
 
-import html
 import json
 import math
 import statistics
@@ -9,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from heedful.checks import UserError
 from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
+from heedful_lab.records.budgeted import WHOLE, UnderBudget
 from heedful_lab.records.tables import format_table
 
 BASELINE = "standard"
@@ -28,8 +28,8 @@ RULE = (
 class Row(NamedTuple):
     """A mechanism on a task, summed up over its seeds.
 
-    `std` is the sample standard deviation, nan with one seed. `ratio` and `speed_ratio` are mean
-    and tokens per second over those of `"standard"`, nan where it was not run. `steps`, `batch` and
+    `std` is the sample standard deviation, nan with one seed. `ratio` is the mean over that of
+    `"standard"`, nan where it was not run. `steps`, `batch` and
     `devices` hold every value that occurs.
     """
 
@@ -40,12 +40,9 @@ class Row(NamedTuple):
     values: tuple[float, ...]
     mean: float
     std: float
-    min: float
-    max: float
     ratio: float
     parameters: int
     tokens_per_second: float
-    speed_ratio: float
     peak_memory_mib: float
     steps: tuple[int, ...]
     batch: tuple[int, ...]
@@ -55,7 +52,7 @@ class Row(NamedTuple):
 def summarise(records: Iterable[Record]) -> list[Row]:
     """One row per task and mechanism, in the order in which they first occur.
 
-    A value that is not finite (a run that diverged) makes mean, deviation, least and greatest nan.
+    A value that is not finite (a run that diverged) makes mean and deviation nan.
     Tokens per second are the median over seeds, peak memory the greatest.
 
     Raises:
@@ -74,7 +71,8 @@ def summarise(records: Iterable[Record]) -> list[Row]:
             )
         task_rows = [_row(task, mechanism, runs) for mechanism, runs in mechanisms.items()]
         base = next((row for row in task_rows if row.mechanism == BASELINE), None)
-        rows += task_rows if base is None else [_against(row, base) for row in task_rows]
+        whole = base.mean if base is not None and base.mean else math.nan
+        rows += [row._replace(ratio=row.mean / whole) for row in task_rows]
     return rows
 
 
@@ -96,29 +94,14 @@ def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
         values=values,
         mean=statistics.fmean(values) if sound else math.nan,
         std=statistics.stdev(values) if sound and len(values) > 1 else math.nan,
-        min=min(values) if sound else math.nan,
-        max=max(values) if sound else math.nan,
         ratio=math.nan,
         parameters=max(record.parameters for record in runs),
         tokens_per_second=statistics.median(record.tokens_per_second for record in runs),
-        speed_ratio=math.nan,
         peak_memory_mib=max(record.peak_memory_mib for record in runs),
         steps=tuple(sorted({record.steps for record in runs})),
         batch=tuple(sorted({record.batch for record in runs})),
-        devices=tuple(sorted({_device(record) for record in runs})),
+        devices=tuple(sorted({record.device or "unknown" for record in runs})),
     )
-
-
-def _device(record: Record) -> str:
-    """Device of a run; of older records it is known if their machine had no GPU."""
-    machine = str(record.environment.get("machine", ""))
-    no_gpu = machine.endswith((", Linux", ", Darwin", ", Windows"))
-    return record.device or ("cpu" if no_gpu else "unknown")
-
-
-def _against(row: Row, base: Row) -> Row:
-    speed = row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else math.nan
-    return row._replace(ratio=row.mean / base.mean if base.mean else math.nan, speed_ratio=speed)
 
 
 def number(metric: str, value: float) -> str:
@@ -159,38 +142,20 @@ def spread(row: Row) -> str:
     return f"{mean} ± {std}{' ' * bool(unit)}{unit} {count}"
 
 
-_LEFT = 3  # the first columns of a table are words, the others numbers
-
-
-def memory_label(rows: Sequence[Row]) -> str:
-    """Label of peak memory in these rows: without CUDA it is that of the whole process."""
-    devices = {device for row in rows for device in row.devices}
-    if devices == {"cuda"}:
-        return "GPU peak MiB"
-    return "peak MiB (process or GPU)" if devices & {"cuda", "unknown"} else "process peak MiB"
-
-
-def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
-    head = ("task", "mechanism", "final", "× standard", "parameters", "tokens/s")
-    return (*head, memory_label(rows))
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """The texts of a row of a table."""
-    return (
-        row.task,
-        row.mechanism,
-        f"{METRICS[row.metric]} {spread(row)}",
-        "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}",
-        f"{row.parameters:,}",
-        plain(row.tokens_per_second),
-        plain(row.peak_memory_mib),
-    )
-
-
 def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
-    """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
-    return format_table(_columns(rows), [cells(row) for row in rows], format, words=_LEFT)
+    """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`.
+
+    Peak memory has a column if all runs were on a GPU: elsewhere it is that of the whole process.
+    """
+    head = ["task", "mechanism", "final", "× standard", "parameters", "tokens/s"]
+    gpu = all(row.devices == ("cuda",) for row in rows)
+    body = []
+    for row in rows:
+        ratio = "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}"
+        final = f"{METRICS[row.metric]} {spread(row)}"
+        cost = [f"{row.parameters:,}", plain(row.tokens_per_second), plain(row.peak_memory_mib)]
+        body.append([row.task, row.mechanism, final, ratio, *cost[: 2 + gpu]])
+    return format_table([*head, *["GPU peak MiB"] * gpu], body, format, words=3)
 
 
 def further(
@@ -198,14 +163,15 @@ def further(
 ) -> list[str]:
     """A table for each task of what its runs recorded beside what they are judged by.
 
-    Means over seeds, with the sample standard deviation where there are several.
+    Bits per byte are left out, which order models with one tokenizer as perplexity does. Means over
+    seeds, with the sample standard deviation where there are several.
     """
     tables = []
     records = list(records)
     for task in dict.fromkeys(record.task for record in records):
         runs = [record for record in records if record.task == task]
         names = [name for name in METRICS if any(name in record.final for record in runs)]
-        names = [name for name in names if name != runs[0].metric]
+        names = [name for name in names if name not in (runs[0].metric, "bits_per_byte")]
         body = []
         for mechanism in dict.fromkeys(record.mechanism for record in runs):
             own = [record for record in runs if record.mechanism == mechanism]
@@ -242,13 +208,17 @@ def overview(records: Iterable[Record]) -> str:
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each task one sentence on what its runs show, and on what they do not.
 
+    A last one if something was run with one seed.
+
     The rule: two mechanisms differ only if both have at least two seeds and the worst seed
     of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
-    the sentence says that no difference shows; with one seed, how the runs ended, and that this may
-    be luck. An error task is solved where every seed ends at or below 5 % error.
+    the sentence says that no difference shows; with one seed, how the runs ended. An error task is
+    solved where every seed ends at or below 5 % error.
     """
     tasks = dict.fromkeys(row.task for row in rows)
-    return [_finding([row for row in rows if row.task == task]) for task in tasks]
+    sentences = [_finding([row for row in rows if row.task == task]) for task in tasks]
+    single = any(len(row.seeds) == 1 for row in rows)
+    return [*sentences, *["One seed may be luck; run more (--seeds 3)."] * single]
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -279,8 +249,7 @@ def _finding(rows: Sequence[Row]) -> str:
                 "shows at this size"
             )
         if alone:
-            ends = ", ".join(_ended(row) for row in [*alone, base])
-            parts.append(f"{ends}; one seed may be luck: run more (--seeds 3)")
+            parts.append(", ".join(_ended(row) for row in [*alone, base]))
     if "error" in rows[0].metric and not any(map(_solved, rows)):
         parts.append("no mechanism solved it" if len(rows) > 1 else "it was not solved")
     if (
@@ -356,37 +325,38 @@ def _all(rows: Sequence[Row]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-_LONGEST = 600  # characters of a text that are shown
+class ScoreTable(NamedTuple):
+    """One task and split under small caches: models with a policy down, budgets across."""
+
+    title: str
+    head: list[str]
+    body: list[list[str]]
 
 
-class TextExhibit(NamedTuple):
-    """Texts of one trained model for some evaluation sources.
-
-    Arguments:
-        rows: of each the source, the target, and the model's text.
-    """
-
-    task: str
-    mechanism: str
-    rows: Sequence[tuple[str, str, str]]
-
-
-def text_tables(exhibits: Sequence[TextExhibit]) -> str:
-    """One task's sources, each with its target and what every model wrote."""
-    parts = []
-    for number, (source, reference, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("target", reference)]
-        for exhibit in exhibits:
-            text = exhibit.rows[number][2]
-            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
-        body = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
-            for name, text in lines
-        )
-        parts.append(f"<table>{body}</table>")
-    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
-    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
+def budget_tables(scored: Sequence[UnderBudget]) -> list[ScoreTable]:
+    """A table for each task and split of models under small caches."""
+    tables = []
+    for task in dict.fromkeys(x.task for x in scored):
+        those = [x for x in scored if x.task == task]
+        sizes = sorted({x.tokens for x in those if x.policy != WHOLE}, reverse=True)
+        head = ["model", "eviction", "full cache", *(f"{n} tokens" for n in sizes)]
+        for split in those[0].final:
+            title = f"{task}, {split}: {METRICS[those[0].metric]}, and × smaller than bf16"
+            body = []
+            for model in dict.fromkeys(x.mechanism for x in those):
+                own = [x for x in those if x.mechanism == model]
+                policies = [x for x in dict.fromkeys(x.policy for x in own) if x != WHOLE]
+                whole = _scored([x for x in own if x.policy == WHOLE], split)
+                for policy in policies or ["–"]:
+                    evicted = [x for x in own if x.policy == policy]
+                    by_size = ([x for x in evicted if x.tokens == n] for n in sizes)
+                    body.append([model, policy, whole, *(_scored(x, split) for x in by_size)])
+            tables.append(ScoreTable(title, head, body))
+    return tables
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+def _scored(seeds: Sequence[UnderBudget], split: str) -> str:
+    if not seeds:
+        return "–"
+    mean = statistics.fmean(x.final[split] for x in seeds)
+    return f"{number(seeds[0].metric, mean)} ({seeds[0].compression:.1f} ×)"

@@ -90,29 +90,11 @@ class ModelTexts(NamedTuple):
     rows: list[tuple[str, str, str]]
 
 
-class ComparisonResult(NamedTuple):
-    """Contents of a comparison's folder that are to be shown.
-
-    looks: the trained models' samples, each loaded when it is needed.
-    budgeted: scores under small caches, if any were requested.
-    caches: what small caches held in the course of a sequence, each made when it is needed.
-    texts: what trained encoder-decoders write, each made when it is needed.
-    """
-
-    folder: Path
-    config: dict
-    records: list[Record]
-    looks: Iterator[ModelLook]
-    budgeted: list[UnderBudget]
-    caches: Iterator[CacheHistory]
-    texts: Iterator[ModelTexts]
-
-
 def compare(
     comparison: Comparison,
     out: Path,
     should_stop: Callable[[], bool] = lambda: False,
-    show: Callable[[ComparisonResult], object] = lambda finished: None,
+    show: Callable[..., object] = lambda *finished: None,
 ) -> list[Record]:
     """Train everything that is not yet in `out`, and return what is finished, for the page.
 
@@ -125,8 +107,8 @@ def compare(
         comparison: what to compare.
         out: the folder.
         should_stop: called after every step.
-        show: called once at the end, also where an error or `should_stop` is the end, unless no run
-            is finished; `heedful compare` writes `report.html` with it.
+        show: called once at the end with the arguments of `page.write_report`, also where an error
+            or `should_stop` is the end, unless no run is finished.
 
     Returns:
         The finished runs, those of earlier calls among them.
@@ -226,15 +208,13 @@ def _read_runs(results: Path) -> list[Record]:
     return [record for _, record in numbered]
 
 
-def _show(
-    jobs: list[_Job], config: dict, out: Path, show: Callable[[ComparisonResult], object]
-) -> list[Record]:
+def _show(jobs: list[_Job], config: dict, out: Path, show: Callable[..., object]) -> list[Record]:
     records = _read_runs(out / "results.jsonl")
     if records:
         budgeted = read_budgeted(out / "budgets.jsonl")
         looks, caches = _looks(jobs, records, out), _caches(jobs, budgeted, out)
         texts = _texts(jobs, records, out)
-        show(ComparisonResult(out, config, records, looks, budgeted, caches, texts))
+        show(out, records, config, looks, budgeted, caches, texts)
     return records
 
 
