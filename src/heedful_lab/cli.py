@@ -60,8 +60,7 @@ class BenchCommand(_Unchecked, Bench):
     __doc__ = Bench.__doc__
 
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the records here as JSON lines, and a picture of them beside it (.svg). A file that is
-    there already is never replaced."""
+    """Write the records here as JSON lines. A file that is there already is never replaced."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,11 @@ class InspectCommand(_Unchecked, Inspection):
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what works on this machine, what does not, and why; or the same of a model."""
+    """Print versions, devices and optional parts, or which mechanisms fit a model."""
 
     model: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[MODEL]")]] = None
     """Folder of a model, a name on the Hugging Face hub, or a configuration (FILE.json): which
     mechanisms fit, what they add, and what its cache takes per token. Nothing is changed."""
-    gpu_report: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Measure this machine's GPU, some minutes long, and write a JSON file that can be attached to
-    an issue: versions, bandwidth, products, and whether every kernel is right."""
 
 
 _WORDS = tyro.constructors.ConstructorRegistry()
@@ -219,19 +215,7 @@ def _run(command: _Command) -> int:
         case Doctor():
             from heedful_lab.doctor import examine, examine_model
 
-            if command.gpu_report is not None:
-                return _gpu_report(command)
             return examine() if command.model is None else examine_model(command.model)
-
-
-def _gpu_report(command: Doctor) -> int:
-    if command.model is not None:
-        raise UserError(
-            f"--gpu-report measures this machine, not a model; leave out {command.model}"
-        )
-    from heedful_lab.commands.bench.gpu_report import report
-
-    return report(command.gpu_report)
 
 
 def _train(command: TrainCommand) -> int:

@@ -136,8 +136,6 @@ def test_training_says_its_device(command, capsys):
 
 
 def test_doctor_lists_devices_and_optional_parts(monkeypatch, gpus):
-    for check in ("_operators", "_conversion", "_fused"):
-        monkeypatch.setattr(doctor, check, lambda: "not asked here")
     versions = {"peft": None, "gguf": "0.17.0", "lm_eval": None, "torchao": None, "datasets": None}
     real = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))

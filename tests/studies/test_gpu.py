@@ -10,8 +10,8 @@ import time
 import pytest
 
 from benchmarks.gpu import session as gpu_session
-from heedful_lab.commands.bench import session
-from heedful_lab.commands.bench.session import SessionCase, read, watch, work
+from benchmarks.gpu import watched
+from benchmarks.gpu.watched import SessionCase, read, watch, work
 from helpers import ROOT
 
 ALL_STAGES = """
@@ -19,7 +19,6 @@ import sys, time
 from pathlib import Path
 from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu.sizes import SMALL
-gpu_session.use("cpu")
 out = Path(sys.argv[1])
 for stage in (1, 2, 3, 5, 6, 7, 2):
     before = len(gpu_session.read(out))
@@ -32,8 +31,8 @@ assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 wa
 def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
     """In one process without the hooks of the tests, but for the fourth stage, by its command."""
     out = tmp_path / "records.jsonl"
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    clean = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     command = ["-m", "benchmarks.gpu.session", "--stage", "4", "--small"]
     command += ["--device", "cpu", "--out", str(out)]
     for words in (["-c", ALL_STAGES, str(out)], command):
@@ -139,7 +138,7 @@ def test_the_time_of_a_stage_ends_it_between_cases(tmp_path):
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from heedful_lab.commands.bench.session import SessionCase, work
+from benchmarks.gpu.watched import SessionCase, work
 runs = {
     "good": lambda left: {"ms": 1.0},
     "dies": lambda left: os.kill(os.getpid(), signal.SIGSEGV),
@@ -152,7 +151,7 @@ work(1, cases, Path(sys.argv[1]), float(sys.argv[2]), {})
 
 
 def test_a_dead_and_a_hanging_process_are_recorded_and_survived(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "GRACE", 0.5)
+    monkeypatch.setattr(watched, "GRACE", 0.5)
     out = tmp_path / "records.jsonl"
     worker = [sys.executable, "-c", WORKER, str(out), str(time.time() + 4)]
     assert watch(worker, out) == 0
