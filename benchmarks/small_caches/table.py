@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.parts import markdown, origin, provenance, read
 from benchmarks.small_caches.teach import WITH_MEMORY_LOSS
 from heedful_lab.commands.compare.findings import budget_tables
-from heedful_lab.records.budgeted import WHOLE, UnderBudget
+from heedful_lab.records import WHOLE, UnderBudget
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = RESULTS / "caches-text-cpu.jsonl"

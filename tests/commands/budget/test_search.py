@@ -264,7 +264,7 @@ def test_a_search_goes_on_where_it_was_killed(searched, monkeypatch):
     ):
         (folder / "selective" / LOG).write_bytes(b"".join(lines[:count]) + half)
         if half:
-            with pytest.warns(UserWarning, match="removed a last line that was cut off"):
+            with pytest.warns(UserWarning, match="a last line that was cut off"):
                 again = search(options_for(folder))
         else:
             again = search(options_for(folder))

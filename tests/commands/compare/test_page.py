@@ -1,6 +1,5 @@
-"""Records, their summary, table and findings, and the page made of them."""
+"""The summary of records, table and findings, and the page made of them."""
 
-import json
 import math
 import os
 import re
@@ -19,98 +18,8 @@ from heedful_lab.commands.compare.findings import (
 )
 from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.run import ModelTexts
-from heedful_lab.records import Record, append_record, read_records
+from heedful_lab.records import Record
 from helpers.invented_runs import looks, run, runs
-
-# Records.
-
-
-def test_a_record_survives_its_line():
-    record = run(config={"lr": 1e-3, "path": "a\nb"}, loss_curve=[(1, math.inf), (2, 1.5)])
-    line = record.to_json()
-    assert "\n" not in line
-    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    back = Record.from_json(line)
-    assert back.to_json() == line
-    assert back.config == record.config and back.curve == ((50, 0.9), (100, 0.5))
-    assert math.isnan(back.loss_curve[0][1]) and back.loss_curve[1] == (2, 1.5)
-    assert Record.from_json(run().to_json()) == run()
-
-
-def test_the_value_of_a_run_is_its_metric_or_its_first_split():
-    assert run(final={"bits_per_byte": 1.0, "held-out": 9.0}, metric="perplexity").value == 9.0
-    assert run(final={"held-out": 9.0, "perplexity": 8.0}, metric="perplexity").value == 8.0
-    with pytest.raises(ValueError, match="final must hold a value of the metric 'error'"):
-        run(final={"perplexity": 2.0})
-    with pytest.raises(ValueError, match="metric must be one of"):
-        run(metric="accuracy")
-
-
-def test_records_append_and_read_back(tmp_path):
-    path = tmp_path / "results.jsonl"
-    records = runs("standard", [0.1, 0.2, 0.3])
-    for record in records:
-        append_record(path, record)
-    assert read_records(path) == records
-
-
-def test_a_truncated_last_line_is_left_out_and_repaired(tmp_path):
-    path = tmp_path / "results.jsonl"
-    first, second = runs("standard", [0.1, 0.2])
-    append_record(path, first)
-    whole = path.read_bytes()
-    path.write_bytes(whole + second.to_json().encode()[:40])
-    with pytest.warns(UserWarning, match="cut off"):
-        assert read_records(path) == [first]
-    with pytest.warns(UserWarning, match="cut off"):
-        append_record(path, second)
-    assert path.read_bytes().startswith(whole)
-    assert read_records(path) == [first, second]
-    # Cut off just before its newline, a line is whole.
-    path.write_bytes(path.read_bytes()[:-1])
-    assert read_records(path) == [first, second]
-    append_record(path, run("mta"))
-    assert read_records(path) == [first, second, run("mta")]
-
-
-@pytest.mark.parametrize("bad", ["{", "[]", '{"task": "blocks"}', None, "\xff"])
-def test_any_other_bad_line_is_named(tmp_path, bad):
-    path = tmp_path / "results.jsonl"
-    if bad is None:
-        bad = json.dumps({**json.loads(run().to_json()), "colour": 1})
-    good = run().to_json().encode()
-    path.write_bytes(good + b"\n" + bad.encode("latin-1") + b"\n" + good + b"\n")
-    with pytest.raises(ValueError, match=re.escape(str(path)) + ", line 2: not a record"):
-        read_records(path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("task", 3, "task must be a text, got 3"),
-        ("metric", ["error"], "metric must be a text"),
-        ("seed", "x", "seed must be a whole number, 0 or more, got 'x'"),
-        ("steps", "many", "steps must be a whole number, 0 or more, got 'many'"),
-        ("batch", 1.5, "batch must be a whole number"),
-        ("parameters", True, "parameters must be a whole number"),
-        ("final", [0.5], r"final must be an object, got \[0.5\]"),
-        ("final", {"held-out": "low"}, "final must be a number or null, got 'low'"),
-        ("curve", "steep", "curve must be pairs of step and value, got 'steep'"),
-        ("loss_curve", [["1", 2]], "loss_curve must count steps in whole numbers, got '1'"),
-        ("seconds", "long", "seconds must be a number or null, got 'long'"),
-        ("environment", "here", "environment must be an object, got 'here'"),
-        ("device", 0, "device must be a text or null, got 0"),
-    ],
-)
-def test_a_wrong_typed_field_is_named_with_its_line(tmp_path, field, value, message):
-    path = tmp_path / "results.jsonl"
-    wrong = json.dumps(json.loads(run().to_json()) | {field: value})
-    # Also as a last line without its newline: it is wrong, but not cut off.
-    for content in (f"\n{wrong}\n", f"\n{wrong}"):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=rf"results\.jsonl, line 2: not a record \({message}"):
-            read_records(path)
-
 
 # Summary.
 

@@ -396,14 +396,14 @@ def test_bad_input_is_one_clean_line(arguments, message, tmp_path, monkeypatch, 
 
 def test_a_full_disk_is_one_clean_line_and_loses_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    append = room.append_record
+    append = room.append
 
     def full(path, record):
         if record.mechanism == "selective":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         append(path, record)
 
-    monkeypatch.setattr(room, "append_record", full)
+    monkeypatch.setattr(room, "append", full)
     words = ("compare", "--tasks", "parity", "--steps", "2", "--batch", "2", "--out", "runs")
     assert status_of(*words) == 1
     printed = capsys.readouterr().err

@@ -1,7 +1,6 @@
 """`heedful compare --budgets`: trained models under small caches, and what the page says of it."""
 
 import inspect
-import json
 import math
 import warnings
 from dataclasses import replace
@@ -24,8 +23,7 @@ from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
 from heedful_lab.commands.compare.setups import chosen_setups
 from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
-from heedful_lab.records import read_records
-from heedful_lab.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
+from heedful_lab.records import WHOLE, UnderBudget, read, read_records
 from heedful_lab.tasks import Recall, Text
 
 compare = partial(room.compare, show=write_report)  # as the command does
@@ -60,7 +58,7 @@ def peak_token_by_token(model, ids: torch.Tensor, eviction) -> int:
 @pytest.mark.slow
 def test_every_policy_is_scored_at_every_budget(finished):
     _, out = finished
-    scored = read_budgeted(out / "budgets.jsonl")
+    scored = read(out / "budgets.jsonl", UnderBudget)
     keys = {(x.mechanism, x.policy, x.tokens) for x in scored}
     assert len(keys) == len(scored)
     general = {"StreamingLLM", "TOVA", "H2O", "SnapKV", "Random"}
@@ -79,7 +77,7 @@ def test_every_policy_is_scored_at_every_budget(finished):
 def test_the_whole_cache_scores_what_the_run_did(finished):
     _, out = finished
     final = {r.mechanism: r.final["held-out"] for r in read_records(out / "results.jsonl")}
-    for x in read_budgeted(out / "budgets.jsonl"):
+    for x in read(out / "budgets.jsonl", UnderBudget):
         if x.policy == WHOLE:
             assert x.value == pytest.approx(final[x.mechanism], rel=1e-5)
 
@@ -87,7 +85,9 @@ def test_the_whole_cache_scores_what_the_run_did(finished):
 @pytest.mark.slow
 def test_bytes_are_those_of_a_real_cache(finished):
     _, out = finished
-    scored = {(x.mechanism, x.policy, x.tokens): x for x in read_budgeted(out / "budgets.jsonl")}
+    scored = {
+        (x.mechanism, x.policy, x.tokens): x for x in read(out / "budgets.jsonl", UnderBudget)
+    }
     for name, policy, tokens in (("standard", StreamingLLM, 14), ("selective", MostHidden, 32)):
         folder = "text-standard-0" if name == "standard" else "text-selective-0"
         model = heedful.load(out / "models" / folder)
@@ -145,7 +145,7 @@ def test_the_same_command_adds_what_is_missing_and_nothing_else(finished):
     ):
         compare(replace(comparison, budgets=(0.5, 14, 20)), out)
     assert all(UnderBudget.from_json(line) for line in path.read_text().splitlines())
-    values = {x.key: x.value for x in read_budgeted(path)}
+    values = {x.key: x.value for x in read(path, UnderBudget)}
     old = {x.key: x.value for x in map(UnderBudget.from_json, before.splitlines())}
     assert old.items() <= values.items()
     assert {key[-1] for key in values.keys() - old.keys()} == {20}
@@ -159,7 +159,7 @@ def test_the_page_shows_it(finished):
     assert "text, held-out: perplexity, and × smaller than bf16" in page
     assert page.count("against the compression of its KV cache") >= 4 * 2
     assert "what each layer&#x27;s cache holds in the course of a sequence" in page
-    (table,) = budget_tables(read_budgeted(out / "budgets.jsonl"))
+    (table,) = budget_tables(read(out / "budgets.jsonl", UnderBudget))
     assert "32 tokens" in table.head
     assert ["selective", "MostHidden"] in [row[:2] for row in table.body]
 
@@ -257,24 +257,3 @@ def test_rows_of_other_tasks_have_their_own_length(tmp_path):
     ):
         compare(Comparison(tasks=("blocks",), length=64), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_records_of_a_file_that_was_cut_off_are_read(tmp_path):
-    path = tmp_path / "budgets.jsonl"
-    line = UnderBudget("text", "m", 0, WHOLE, 64, 64, "perplexity", {"x": 2.0}, 9.0, 8, 3, {})
-    path.write_text(line.to_json() + "\n" + line.to_json()[:40])
-    with pytest.warns(UserWarning, match="left out a last line that was cut off"):
-        assert read_budgeted(path) == [line]
-    assert json.loads(line.to_json())["final"] == {"x": 2.0}
-    with pytest.warns(UserWarning, match="removed a last line that was cut off"):
-        append_budgeted(path, replace(line, seed=1))
-    assert read_budgeted(path) == [line, replace(line, seed=1)]
-    path.write_text(line.to_json() + "\n" + '{"task": "text"}\n')
-    with pytest.raises(ValueError, match=r"budgets.jsonl, line 2: not a score .*delete the line"):
-        read_budgeted(path)
-    older = {key: x for key, x in json.loads(line.to_json()).items() if key != "bf16_bytes"}
-    path.write_text(json.dumps(older) + "\n")
-    with pytest.raises(ValueError, match=r"line 1.*an older version.*name another folder"):
-        read_budgeted(path)
-    assert json.loads(path.read_text()) == older
-    assert read_budgeted(tmp_path / "none") == []

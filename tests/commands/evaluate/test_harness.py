@@ -15,7 +15,7 @@ from heedful_lab.commands.evaluate.numbers import summed_up
 from heedful_lab.commands.evaluate.options import WRITTEN, Evaluation
 from heedful_lab.commands.evaluate.run import EvaluationPlan, evaluate, export
 from heedful_lab.commands.models import open_model
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from helpers.evaluations import evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 

@@ -20,7 +20,7 @@ from heedful_lab.commands.evaluate.numbers import summed_up
 from heedful_lab.commands.evaluate.options import ROWS, Evaluation
 from heedful_lab.commands.evaluate.run import AnswerStore, ask, evaluate, prepare
 from heedful_lab.commands.models import open_model
-from heedful_lab.records.samples import read_samples
+from heedful_lab.records import Sample, read
 from heedful_lab.tasks import TASKS
 from helpers.command_line import status_of
 from helpers.evaluations import BOOK, evaluation_of
@@ -199,7 +199,7 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         evaluate(evaluation)
     path = tmp_path / "run" / "samples.jsonl"
-    assert len(read_samples(path)) == 8  # with the batch of each task that comes first
+    assert len(read(path, Sample)) == 8  # with the batch of each task that comes first
     path.write_bytes(path.read_bytes()[:-20])  # killed while it wrote
     calls[:] = [0] * 4
     with pytest.warns(UserWarning, match="cut off"):
@@ -207,7 +207,7 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     assert sum(calls) == 2 * 12 - 5
     for a, b in zip(again, whole, strict=True):
         assert a.reply == b.reply and a.values == pytest.approx(b.values, rel=1e-4)
-    assert len(read_samples(path)) == len(whole)
+    assert len(read(path, Sample)) == len(whole)
     calls.clear()
     assert evaluate(evaluation).samples == again and not calls
 
@@ -276,7 +276,7 @@ def test_a_folder_is_of_one_evaluation(tmp_path, folder):
         evaluate(evaluation_of(tmp_path, **NEEDLES))
     assert path.read_bytes() == b"nonsense\n" + before  # nothing is lost
     evaluate(evaluation_of(tmp_path, restart=True, **NEEDLES))
-    assert len(read_samples(path)) == 12
+    assert len(read(path, Sample)) == 12
 
 
 @pytest.mark.parametrize("name", ["recall", "copy"])

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from heedful_lab.commands.compare.findings import BASELINE, number
-from heedful_lab.records import METRICS, SHARES, Record
-from heedful_lab.records.budgeted import WHOLE, UnderBudget
+from heedful_lab.records import METRICS, SHARES, WHOLE, Record, UnderBudget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

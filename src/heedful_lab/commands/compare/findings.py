@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from heedful.checks import UserError
-from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
-from heedful_lab.records.budgeted import WHOLE, UnderBudget
+from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, WHOLE, Record, UnderBudget
 from heedful_lab.records.tables import format_table
 
 BASELINE = "standard"

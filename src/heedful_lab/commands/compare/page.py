@@ -26,8 +26,7 @@ from heedful_lab.commands.compare.findings import (
     table,
 )
 from heedful_lab.commands.inspect.patterns import kernel_pattern
-from heedful_lab.records import METRICS, Record
-from heedful_lab.records.budgeted import UnderBudget
+from heedful_lab.records import METRICS, Record, UnderBudget
 from heedful_lab.records.page import PAGE, picture, side_by_side
 from heedful_lab.records.tables import format_table
 

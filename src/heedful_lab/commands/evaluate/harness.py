@@ -20,7 +20,7 @@ from heedful_lab.commands.evaluate.numbers import SHARES
 from heedful_lab.commands.evaluate.on_disk import ON_DISK, task_files
 from heedful_lab.commands.evaluate.options import LM_EVAL, Evaluation
 from heedful_lab.commands.models import longest
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from heedful_lab.tasks.last_words import Passage
 
 GRADING = "heedful_grading"

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from heedful_lab.commands.evaluate.options import LM_EVAL
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from heedful_lab.records.tables import format_table
 
 RESAMPLES = 2000

@@ -19,8 +19,8 @@ from heedful_lab.commands.evaluate.numbers import (
     summed_up,
     wilson,
 )
+from heedful_lab.records import Sample
 from heedful_lab.records.page import PAGE, picture, side_by_side
-from heedful_lab.records.samples import Sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
