@@ -49,12 +49,13 @@ def bench(config: Bench) -> list[dict]:
         raise UserError(f"impls: none of {', '.join(config.impls)} can run these cases here")
     check(config, cases)
     about = environment()
+    sizes_of_run = {name: x for name, x in asdict(config).items() if name != "out"}
     records = []
     for tokens in config.lengths:
         for passed in config.passes:
             these = [case for case in cases if case.passed == passed]
             for record in _measure(config, tokens, these):
-                records.append(record | {"config": asdict(config), "environment": about})
+                records.append(record | {"config": sizes_of_run, "environment": about})
     return records
 
 
