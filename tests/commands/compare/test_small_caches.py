@@ -232,25 +232,6 @@ def test_the_least_budget_is_that_of_the_policies():
     assert "layer holds at least 13" in inspect.getsource(comparison)
 
 
-WRONG = {
-    "budgets above 1 are whole numbers of tokens, at least 13 .*, got 14.5": {
-        "tasks": ("text",), "budgets": (0.5, 14.5)},
-    "budgets above 1 are whole numbers of tokens, at least 13 .*, got 12": {
-        "tasks": ("recall",), "budgets": (12,)},
-    "budgets must be shares of a sequence such as 0.25, or numbers of tokens above 1, got -1": {
-        "tasks": ("text",), "budgets": (-1,)},
-    "budgets are for the tasks text and recall": {"tasks": ("parity",), "budgets": (0.5,)},
-    "length must be a whole number of at least 1, got 0": {"length": 0},
-    "tokenizer must be one of 'byte', 'bpe', got 'bp'; did you mean 'bpe'": {"tokenizer": "bp"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_options_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        Comparison(**WRONG[message])
-
-
 def test_rows_of_other_tasks_have_their_own_length(tmp_path):
     with pytest.raises(
         ValueError, match="length: sequences of Blocks are as long as what they hold"
