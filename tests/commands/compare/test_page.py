@@ -114,10 +114,11 @@ def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
     answers = {"task": "recall", "metric": "answer_error"}
     third = [run(value=0.5, **answers), run("selective", 0.01, **answers)]
     assert findings(summarise([*first, *second, *third])) == [
-        "blocks: mta left 3.1 % of sequences wrong, selective left no sequences wrong, standard "
-        "left all sequences wrong.",
-        "text: mta diverged, canon ended at perplexity 4.85, standard ended at perplexity 5.00.",
-        "recall: selective left 1.0 % of answers wrong, standard left 50.0 % of answers wrong.",
+        "blocks: with one seed mta (3.1 % error), selective (0.0 % error) and standard (100.0 % "
+        "error).",
+        "text: with one seed mta (1 of 1 seeds diverged), canon (perplexity 4.85) and standard "
+        "(perplexity 5.00).",
+        "recall: with one seed selective (1.0 % answer error) and standard (50.0 % answer error).",
         LUCK,
     ]
     for one, two in (([0.9], [0.01, 0.02]), ([0.9, 0.95], [0.01])):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from heedful_lab.commands.compare.findings import BASELINE, number
+from heedful_lab.commands.compare.findings import BASELINE
 from heedful_lab.records import METRICS, SHARES, WHOLE, Record, UnderBudget
 
 if TYPE_CHECKING:
@@ -92,48 +92,6 @@ def curves(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Fi
     axes.set_ylabel(f"{METRICS[metric]} on the evaluation set{', %' if percent == 100 else ''}")
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
-    add_legend(figure, axes)
-    return figure
-
-
-def splits(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Figure | None":
-    """One task beyond its training distribution: means as bars, seeds as dots, per split.
-
-    None where every run has a single split.
-    """
-    names = list(dict.fromkeys(split for r in records for split in r.splits))
-    mechanisms = list(dict.fromkeys(r.mechanism for r in records))
-    if len(names) < 2:
-        return None
-    metric = records[0].metric
-    percent = 100 if metric in SHARES else 1
-    figure, axes = new_axes(0.9 + 0.2 * len(names) * (len(mechanisms) + 1))
-    tall = 0.8 / len(mechanisms)
-    longest = max((v for r in records for v in r.splits.values() if math.isfinite(v)), default=1)
-    for i, name in enumerate(mechanisms):
-        shade, label = colour[name][0], label_of(name)
-        for at, split in enumerate(names):
-            values = [r.splits[split] for r in records if r.mechanism == name and split in r.splits]
-            if not values:
-                continue
-            y, mean = at - 0.4 + (i + 0.5) * tall, float(np.mean(values))
-            edge = 0.0
-            if math.isfinite(mean):
-                axes.barh(y, percent * mean, tall * 0.85, color=shade, alpha=0.75, label=label)
-                label = None
-                if len(values) > 1:
-                    dots = {"s": 9, "color": "white", "edgecolors": shade, "linewidths": 0.8}
-                    axes.scatter([percent * v for v in values], [y] * len(values), **dots, zorder=3)
-                edge = percent * max(mean, *values)
-            axes.text(
-                edge + 0.02 * percent * longest, y, number(metric, mean), va="center", fontsize=7
-            )
-    axes.set_yticks(range(len(names)), [label_of(split) for split in names])
-    axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.set_xlim(0, 1.2 * percent * (longest or 1))
-    if percent == 100:
-        axes.set_xticks([x for x in (0, 20, 40, 60, 80, 100) if x <= 1.2 * 100 * longest])
-    axes.set_xlabel(f"{METRICS[metric]}{', %' if percent == 100 else ''}")
     add_legend(figure, axes)
     return figure
 

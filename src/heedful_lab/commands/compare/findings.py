@@ -3,12 +3,14 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from heedful.checks import UserError
 from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, WHOLE, Record, UnderBudget
 from heedful_lab.records.tables import format_table
+
+Format = Literal["text", "markdown", "html"]
 
 BASELINE = "standard"
 """The mechanism that every other one is compared with."""
@@ -28,8 +30,7 @@ class Row(NamedTuple):
     """A mechanism on a task, summed up over its seeds.
 
     `std` is the sample standard deviation, nan with one seed. `ratio` is the mean over that of
-    `"standard"`, nan where it was not run. `steps`, `batch` and
-    `devices` hold every value that occurs.
+    `"standard"`, nan where it was not run. `steps`, `batch` and `devices` hold every value.
     """
 
     task: str
@@ -127,21 +128,15 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else "–"
 
 
-def spread(row: Row) -> str:
-    """Mean, deviation and number of seeds, as in `12.3 ± 4.0 % (3 seeds)`; one seed has no ±."""
-    count = f"({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
-    if not math.isfinite(row.mean):
-        diverged = sum(not math.isfinite(value) for value in row.values)
-        return f"{diverged} of {len(row.values)} diverged {count}"
-    mean = number(row.metric, row.mean)
-    if len(row.seeds) == 1:
-        return f"{mean} {count}"
-    mean, _, unit = mean.partition(" ")
-    std = number(row.metric, row.std).partition(" ")[0]
-    return f"{mean} ± {std}{' ' * bool(unit)}{unit} {count}"
+def spread(metric: str, values: Sequence[float]) -> str:
+    """Mean and sample standard deviation, as in `12.3 ± 4.0 %`; one value has no ±."""
+    mean, _, unit = number(metric, statistics.fmean(values)).partition(" ")
+    if len(values) > 1:
+        mean = f"{mean} ± {number(metric, statistics.stdev(values)).partition(' ')[0]}"
+    return f"{mean} {unit}".strip()
 
 
-def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
+def table(rows: Sequence[Row], format: Format = "text") -> str:
     """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`.
 
     Peak memory has a column if all runs were on a GPU: elsewhere it is that of the whole process.
@@ -151,49 +146,61 @@ def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "te
     body = []
     for row in rows:
         ratio = "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}"
-        final = f"{METRICS[row.metric]} {spread(row)}"
+        diverged = sum(not math.isfinite(value) for value in row.values)
+        final = (
+            f"{diverged} of {len(row.values)} diverged"
+            if diverged
+            else (spread(row.metric, row.values))
+        )
+        final = f"{METRICS[row.metric]} {final} ({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
         cost = [f"{row.parameters:,}", plain(row.tokens_per_second), plain(row.peak_memory_mib)]
         body.append([row.task, row.mechanism, final, ratio, *cost[: 2 + gpu]])
     return format_table([*head, *["GPU peak MiB"] * gpu], body, format, words=3)
 
 
-def further(
-    records: Iterable[Record], format: Literal["text", "markdown", "html"] = "text"
-) -> list[str]:
+def further(records: Sequence[Record], format: Format = "text") -> list[str]:
     """A table for each task of what its runs recorded beside what they are judged by.
 
-    Bits per byte are left out, which order models with one tokenizer as perplexity does. Means over
-    seeds, with the sample standard deviation where there are several.
+    Bits per byte are left out, which order models with one tokenizer as perplexity does.
     """
+
+    def columns(runs: list[Record]) -> dict[str, str]:
+        names = [name for name in METRICS if any(name in record.final for record in runs)]
+        return {x: x for x in names if x not in (runs[0].metric, "bits_per_byte")}
+
+    return _tables(records, columns, format)
+
+
+def by_split(records: Sequence[Record], format: Format = "text") -> list[str]:
+    """A table for each task that has several evaluation splits."""
+
+    def columns(runs: list[Record]) -> dict[str, str]:
+        splits = dict.fromkeys([x for record in runs for x in record.splits], runs[0].metric)
+        return splits if len(splits) > 1 else {}
+
+    return _tables(records, columns, format)
+
+
+def _tables(
+    records: Sequence[Record], columns: Callable[[list[Record]], dict[str, str]], format: Format
+) -> list[str]:
+    """By task, means of the named values of each mechanism, with the metrics that they are in."""
     tables = []
-    records = list(records)
     for task in dict.fromkeys(record.task for record in records):
         runs = [record for record in records if record.task == task]
-        names = [name for name in METRICS if any(name in record.final for record in runs)]
-        names = [name for name in names if name not in (runs[0].metric, "bits_per_byte")]
-        body = []
+        metrics, body = columns(runs), []
         for mechanism in dict.fromkeys(record.mechanism for record in runs):
-            own = [record for record in runs if record.mechanism == mechanism]
-            body.append((task, mechanism, *(_spread_of(name, own) for name in names)))
-        if names:
-            head = ("task", "mechanism", *(_headed(name) for name in names))
-            tables.append(format_table(head, body, format, words=2))
+            cells = []
+            for name, metric in metrics.items():
+                values = [x.final.get(name, math.nan) for x in runs if x.mechanism == mechanism]
+                cells.append(spread(metric, values) if all(map(math.isfinite, values)) else "–")
+            body.append((task, mechanism, *cells))
+        labels = [
+            METRICS.get(x, x) + " (more is better)" * (x in HIGHER_IS_BETTER) for x in metrics
+        ]
+        if metrics:
+            tables.append(format_table(("task", "mechanism", *labels), body, format, words=2))
     return tables
-
-
-def _headed(metric: str) -> str:
-    """A measure as the head of a column: those of which more is better say so."""
-    return METRICS[metric] + " (more is better)" * (metric in HIGHER_IS_BETTER)
-
-
-def _spread_of(metric: str, runs: Sequence[Record]) -> str:
-    values = [record.final.get(metric, math.nan) for record in runs]
-    if not all(map(math.isfinite, values)):
-        return "–"
-    mean, _, unit = number(metric, statistics.fmean(values)).partition(" ")
-    if len(values) > 1:
-        mean = f"{mean} ± {number(metric, statistics.stdev(values)).partition(' ')[0]}"
-    return f"{mean} {unit}".strip()
 
 
 def overview(records: Iterable[Record]) -> str:
@@ -209,10 +216,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
     A last one if something was run with one seed.
 
-    The rule: two mechanisms differ only if both have at least two seeds and the worst seed
-    of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
-    the sentence says that no difference shows; with one seed, how the runs ended. An error task is
-    solved where every seed ends at or below 5 % error.
+    The rule is `RULE`. Where no difference shows the sentence says so; with one seed, how runs
+    ended.
     """
     tasks = dict.fromkeys(row.task for row in rows)
     sentences = [_finding([row for row in rows if row.task == task]) for task in tasks]
@@ -248,13 +253,10 @@ def _finding(rows: Sequence[Row]) -> str:
                 "shows at this size"
             )
         if alone:
-            parts.append(", ".join(_ended(row) for row in [*alone, base]))
+            parts.append(f"with one seed {_all([*alone, base])}")
     if "error" in rows[0].metric and not any(map(_solved, rows)):
         parts.append("no mechanism solved it" if len(rows) > 1 else "it was not solved")
-    if (
-        len({step for row in rows for step in row.steps}) > 1
-        or len({batch for row in rows for batch in row.batch}) > 1
-    ):
+    if len({(row.steps, row.batch) for row in rows}) > 1 or len(rows[0].steps + rows[0].batch) > 2:
         parts.append("the runs differ in steps or batch size and are not like for like")
     return f"{rows[0].task}: {'; '.join(parts)}."
 
@@ -270,20 +272,6 @@ def _beats(row: Row, other: Row) -> bool:
 
 def _solved(row: Row) -> bool:
     return "error" in row.metric and all(value <= SOLVED for value in row.values)
-
-
-def _ended(row: Row) -> str:
-    """Describe the end of a mechanism's runs, in words that need no table."""
-    if not math.isfinite(row.mean):
-        return f"{row.mechanism} diverged"
-    if "error" not in row.metric:
-        return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
-    names = {"error": "sequences", "answer_error": "answers", "fact_error": "facts"}
-    unit = names.get(row.metric, "tokens")
-    share = {0.0: f"no {unit}", 1.0: f"all {unit}"}.get(
-        row.mean, f"{number(row.metric, row.mean)} of {unit}"
-    )
-    return f"{row.mechanism} left {share} wrong"
 
 
 def configurations(records: Iterable[Record]) -> list[str]:

@@ -17,6 +17,7 @@ from heedful_lab.commands.compare.findings import (
     Row,
     better,
     budget_tables,
+    by_split,
     configurations,
     findings,
     further,
@@ -79,7 +80,7 @@ def write_report(
         ("What it shows", _findings(rows)),
         ("Results", _results(rows, records)),
         ("Learning curves", _learning_curves(by_task, colour)),
-        ("Beyond the training distribution", _splits(by_task, colour)),
+        ("Beyond the training distribution", _wide(by_split(records, "html"))),
         ("Under small KV caches", _small_caches(budgeted, caches)),
         *((title, _inside(models)) for title, models in inside.items()),
         *((title, _written(models)) for title, models in written.items()),
@@ -95,6 +96,10 @@ def write_report(
     path = Path(folder) / "report.html"
     write_whole(path, page)
     return path
+
+
+def _wide(tables: Sequence[str]) -> str:
+    return "".join(f"<div class='wide'>{x}</div>" for x in tables)
 
 
 def _note(text: str) -> str:
@@ -143,9 +148,7 @@ def _results(rows: list[Row], records: list[Record]) -> str:
         "of the seeds."
     )
     note = _note(" ".join([note, *configurations(records)]))
-    tables = [table(rows, "html"), *further(records, "html")]
-    first, *others = (f"<div class='wide'>{x}</div>" for x in tables)
-    return first + note + "".join(others)
+    return _wide([table(rows, "html")]) + note + _wide(further(records, "html"))
 
 
 def _learning_curves(by_task: Mapping[str, list[Record]], colour: dict) -> str:
@@ -154,15 +157,6 @@ def _learning_curves(by_task: Mapping[str, list[Record]], colour: dict) -> str:
         if (figure := figures.curves(runs, colour)) is not None:
             lines = "" if len({r.seed for r in runs}) == 1 else " Thin: seeds; thick: mean."
             text = f"{task}: {METRICS[runs[0].metric]} on the evaluation set.{lines}"
-            pictures.append(picture(figures.svg(figure), text))
-    return side_by_side(pictures)
-
-
-def _splits(by_task: Mapping[str, list[Record]], colour: dict) -> str:
-    pictures = []
-    for task, runs in by_task.items():
-        if (figure := figures.splits(runs, colour)) is not None:
-            text = f"{task}: evaluation splits at the end of training. Bars: means; dots: seeds."
             pictures.append(picture(figures.svg(figure), text))
     return side_by_side(pictures)
 
@@ -185,8 +179,7 @@ def _small_caches(scored: Sequence[UnderBudget], caches: Iterable["CacheHistory"
                     figure = figures.under_budgets(those, name, split)
                     scores.append(picture(figures.svg(figure), text))
     tables = "".join(
-        f"<h3>{html.escape(x.title)}</h3><div class='wide'>"
-        f"{format_table(x.head, x.body, 'html', words=2)}</div>"
+        f"<h3>{html.escape(x.title)}</h3>{_wide([format_table(x.head, x.body, 'html', words=2)])}"
         for x in budget_tables(scored)
     )
     cached = []
