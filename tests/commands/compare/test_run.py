@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import heedful
-import heedful_lab.commands.compare.run as room
 from heedful import files
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.training.run import Stopped
@@ -28,7 +27,7 @@ from heedful_lab.commands.compare.scratch import Size
 from heedful_lab.commands.compare.setups import chosen_setups, setups
 from heedful_lab.records import read_records
 from heedful_lab.tasks import TASKS
-from helpers.command_line import change_setups, refusal, status_of
+from helpers.command_line import change_setups, refusal
 
 paged = partial(compare, show=write_report)  # as the command does, for tests of the page
 
@@ -343,20 +342,3 @@ def test_bad_input_is_one_clean_line(arguments, message, tmp_path, monkeypatch, 
     (tmp_path / "file").write_text("not a folder")
     assert message in refusal(capsys, "compare", *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
-
-
-def test_a_full_disk_is_one_clean_line_and_loses_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    append = room.append
-
-    def full(path, record):
-        if record.mechanism == "selective":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        append(path, record)
-
-    monkeypatch.setattr(room, "append", full)
-    words = ("compare", "--tasks", "parity", "--steps", "2", "--batch", "2", "--out", "runs")
-    assert status_of(*words) == 1
-    printed = capsys.readouterr().err
-    assert "No space left on device" in printed and "Traceback" not in printed
-    assert [r.mechanism for r in read_records(tmp_path / "runs" / "results.jsonl")] == ["standard"]
