@@ -85,7 +85,7 @@ def curves(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Fi
     if metric == "perplexity":
         half = max(map(max, drawn)) / 2
         late = [y for points in drawn for step, y in points.items() if step >= half]
-        axes.set_ylim(low, min(high, 1.5 * max(late)))
+        axes.set_ylim(0.95 * min(late), min(high, 1.5 * max(late)))
     else:
         least = min(min(points.values()) for points in drawn)
         axes.set_ylim(0 if percent == 100 or least < high / 2 else low, high)
