@@ -61,15 +61,6 @@ def test_a_typo_in_an_option_is_a_usage_error():
     assert "--tasks" in result.stderr + result.stdout and "Traceback" not in result.stderr
 
 
-def test_doctor_finds_this_machine_sound(capsys):
-    assert status_of("doctor") == 0
-    printed = capsys.readouterr().out
-    assert "tiled and composed equal reference" in printed
-    assert "keeps its logits, and reverts" in printed
-    assert "fused        no: its kernels need a GPU; impl='auto' runs tiled" in printed
-    assert "all works" in printed
-
-
 CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -164,21 +155,13 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
                 "convert() proves of every model that it computes the same)",
             ],
         ),
-        (
-            {"triton": "3.6.0", "numpy": "2.4.1"},
-            ["triton       3.6.0, whose interpreter (TRITON_INTERPRET=1) fails with NumPy 2.4.1"],
-        ),
-        ({"triton": "3.6.0", "numpy": "2.3.5"}, ["triton       3.6.0\n"]),
-        ({"triton": "3.7.0", "numpy": "2.4.1"}, ["triton       3.7.0\n"]),
-        ({"triton": None}, ["triton       not installed"]),
+        ({"triton": None}, ["triton       missing, for impl=fused: pip install triton"]),
     ],
     ids=str,
 )
 def test_doctor_says_which_versions_are_untested_or_at_odds(versions, words, monkeypatch):
     real = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))
-    for check in ("_operators", "_conversion"):
-        monkeypatch.setattr(doctor, check, lambda: "not asked here")
     lines = []
     assert doctor.examine(lines.append) == 0
     assert all(text in "\n".join(lines) for text in words), lines
@@ -190,15 +173,6 @@ def test_doctor_stops_at_a_transformers_that_is_too_old(monkeypatch):
     assert doctor.examine(lines.append) == 1
     assert "transformers 5.3.0 (too old: heedful is tested with 5.17.0" in "\n".join(lines)
     assert "pip install 'transformers>=5.17.0'" in "\n".join(lines)
-
-
-def test_doctor_reports_what_is_broken(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "heedful.ops.mta.api.multi_token_attention_tiled", lambda q, *_, **__: q * 1
-    )
-    assert status_of("doctor") == 1
-    printed = capsys.readouterr().out
-    assert "BROKEN" in printed and "all works" not in printed
 
 
 def test_the_version_is_printed(capsys):

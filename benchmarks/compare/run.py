@@ -31,7 +31,7 @@ from heedful_lab.commands.compare.scratch import (
     from_scratch,
 )
 from heedful_lab.commands.compare.setups import Setup, setups
-from heedful_lab.records import Record, append_record, read_records
+from heedful_lab.records import Record, append, read_records
 from heedful_lab.records.environment import environment
 
 MECHANISMS = (
@@ -82,7 +82,7 @@ def train_task(name: str, mechanisms: tuple[str, ...], seeds: int, out: Path, fo
             run = run._replace(rate=best_rate(records, run))
         if not any(run == run_of(record) for record in records):
             record = train_run(run, setup, folder)
-            append_record(out, record)
+            append(out, record)
             print(*run, f"{record.value:.4f}", flush=True)
 
 

@@ -17,10 +17,8 @@ Triton kernels in their interpreter.
 
 import argparse
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,15 +26,20 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
-from benchmarks.gpu.sizes import FULL, SMALL, Sizes
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu import serving, training_step, where_time_goes
+from benchmarks.gpu.ceilings import cases
+from benchmarks.gpu.sizes import FULL, FUSED, MECHANISMS, SMALL, Sizes, forms
+from benchmarks.gpu.watched import BROKEN, SessionCase, read, watch, work
 from benchmarks.parts import ROOT
-from heedful_lab.commands.bench import gpu_report
-from heedful_lab.commands.bench.options import Bench
-from heedful_lab.commands.bench.session import BROKEN, SessionCase, read, watch, work
+from heedful_lab.commands.bench.cases import call, device
+from heedful_lab.commands.bench.clock import replayed, steady
+from heedful_lab.commands.bench.measure import Bench, Case, check, runner
+from heedful_lab.records.environment import environment
 
 STAGE_SECONDS = 540.0
-MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
-FUSED = MECHANISMS[:-1]  # differential attention has no kernels of its own
 STEPPED = ("unconverted", "mta-published", "selective")
 
 
@@ -49,7 +52,7 @@ def stages(out: Path) -> dict[int, Callable[[Sizes], Iterator[SessionCase]]]:
         4: partial(winners, out),
         5: training_steps,
         6: decoding,
-        7: serving,
+        7: served,
     }
 
 
@@ -77,10 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def use(device: str | None) -> None:
-    """Choose the device for this process and those that it starts, before torch is imported."""
+    """Choose the device for this process and those that it starts, before torch uses one."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torch
 
     if torch.cuda.is_available():
         return
@@ -93,7 +95,6 @@ def worker(
     these: Sequence[int], sizes: Sizes, out: Path, until: float, commit: str | None = None
 ) -> int:
     """Measure the cases of stages in this process."""
-    from heedful_lab.records.environment import environment
 
     for stage in these:
         command = f"python -m benchmarks.gpu.session --stage {stage}{' --small' * (sizes is SMALL)}"
@@ -109,57 +110,34 @@ def worker(
 
 def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
     """Properties of this machine and its libraries, and of the kernels' correctness here."""
-    from heedful_lab.commands.bench.cases import device
 
-    yield from gpu_report.cases(sizes.report)
+    yield from cases(sizes)
     config = {"device": device(), "tests": sizes.tests}
     yield SessionCase("laws", config, partial(laws, sizes.tests))
 
 
 def laws(tests: tuple[str, ...], left: float) -> dict:
-    """Run the operators' tests on this device: the result, and the names of those that fail."""
-    import torch
-
+    """Run the operators' tests on this device: the exit code, and the end of what they print."""
     cuda = torch.cuda.is_available()
-    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line"]
-    command += ["-m", "not slow"]  # of the crosses everything: only the interpreter is slow there
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-rfE", "-m", "not slow"]  # of the crosses all: only the interpreter is slow there
     command += [*tests, *(("--device", "cuda", "-n", "auto") if cuda else ())]
     # Its own settings of Triton and of the workers are for it to make.
     hidden = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
     clean = {name: value for name, value in os.environ.items() if name not in hidden}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), clean.get("PYTHONPATH", "")])
     started = time.time()
-    with tempfile.TemporaryFile("w+") as written:
-        try:
-            options = {"cwd": ROOT, "env": clean, "stdout": written, "stderr": subprocess.STDOUT}
-            code = subprocess.run(command, timeout=max(left, 1.0), **options).returncode
-        except subprocess.TimeoutExpired:
-            code = None  # what ended in time is counted
-        written.seek(0)
-        output = written.read()
-    if code not in (0, 1, None):
-        raise RuntimeError(f"the tests could not run: {output[-1000:]}")
-    ended = outcomes(output)
-    failures = sorted(name for name, how in ended.items() if how in ("FAILED", "ERROR"))
-    passed = sum(how == "PASSED" for how in ended.values())
-    result = {"exit_code": code, "seconds": time.time() - started, "passed": passed}
-    return result | {"failed": len(failures), "failures": failures, "end": output[-1500:]}
-
-
-def outcomes(output: str) -> dict[str, str]:
-    """Outcome of each test, from pytest's output, with and without workers, also if cut off."""
-    words = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
-    alone = re.findall(rf"^(tests/\S+::.*?) ({words})\b", output, re.MULTILINE)
-    by_workers = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({words}) (.*?) *$", output, re.MULTILINE)
-    return dict(alone) | {name: how for how, name in by_workers}
+    options = {"cwd": ROOT, "env": clean, "text": True, "timeout": max(left, 1.0)}
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **options
+    )
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"the tests could not run: {ended.stdout[-1000:]}")
+    result = {"exit_code": ended.returncode, "seconds": time.time() - started}
+    return result | {"end": ended.stdout[-3000:]}
 
 
 # Stages 2, 4 and 6
-
-
-def forms(mechanism: str) -> tuple[str, ...]:
-    """The implementations to time."""
-    return ("fused", "composed") if mechanism in FUSED else ("composed",)
 
 
 def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
@@ -177,8 +155,6 @@ def unhidden_case(sizes: Sizes, passed: str, tokens: int) -> SessionCase:
     """Selective attention by its kernels where nothing is hidden, so that no tile is left out."""
 
     def measure(left: float) -> dict:
-        from heedful_lab.commands.bench.cases import call
-        from heedful_lab.commands.bench.measure import Case, runner
 
         def function(mechanism: str, impl: str, leaves: dict) -> object:
             selectors = {f"selector_{x}": leaves[x][:, :1] * 0 for x in ("q", "k")}
@@ -226,7 +202,6 @@ def decoding(sizes: Sizes) -> Iterator[SessionCase]:
 
 
 def config_of(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: int) -> dict:
-    from heedful_lab.commands.bench.cases import device
 
     what = {"mechanism": mechanism, "impl": impl, "pass": passed, "tokens": tokens}
     return what | {"device": device(), "bench": plain(asdict(sizes.bench))}
@@ -241,7 +216,6 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
     """One of our operators, compared with fp64 first."""
 
     def measure(left: float) -> dict:
-        from heedful_lab.commands.bench.measure import Case, runner
 
         case = Case(mechanism, impl, passed)
         checked(sizes, case)
@@ -253,7 +227,6 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
 
 def timed(run: Callable[[], object], sizes: Sizes) -> dict:
     """The spread of its calls, and as `replay_ms` what the device alone takes for one."""
-    from heedful_lab.commands.bench.clock import replayed, steady
 
     numbers = steady(run, budget_ms=sizes.milliseconds)
     return numbers | {"replay_ms": replayed(run, numbers["rounds"])}
@@ -262,7 +235,6 @@ def timed(run: Callable[[], object], sizes: Sizes) -> dict:
 @cache
 def checked(sizes: Sizes, case: tuple[str, str, str]) -> None:
     """Raise unless the case is right at a small size; checked once per process."""
-    from heedful_lab.commands.bench.measure import check
 
     check(sizes.bench, [case], tokens=sizes.checked)
 
@@ -271,9 +243,6 @@ def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
     """torch's SDPA by each of its kernels, by name."""
 
     def measure(backend: str, left: float) -> dict:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        from heedful_lab.commands.bench.measure import Case, runner
 
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return timed(runner(sizes.bench, Case("sdpa", "torch", passed), tokens), sizes)
@@ -299,11 +268,10 @@ def parts_of_calls(sizes: Sizes) -> Iterator[SessionCase]:
 
 def where_it_goes(bench: Bench, mechanism: str, impl: str, tokens: int, left: float) -> dict:
     """The kernels of one call with its backward, by share of its time."""
-    from benchmarks.gpu.where_time_goes import SHOWN, measure
 
     choice = {"mechanisms": (mechanism,), "impls": (impl,), "lengths": (tokens,)}
-    profile = measure(replace(bench, **choice))
-    return profile | {"parts": profile["parts"][:SHOWN]}
+    profile = where_time_goes.measure(replace(bench, **choice))
+    return profile | {"parts": profile["parts"][: where_time_goes.SHOWN]}
 
 
 # Stage 5
@@ -311,10 +279,8 @@ def where_it_goes(bench: Bench, mechanism: str, impl: str, tokens: int, left: fl
 
 def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
     """The unconverted model with each of SDPA's kernels, then converted ones."""
-    from benchmarks.gpu.training_step import Step
-    from heedful_lab.commands.bench.cases import device
 
-    step = Step(**dict(sizes.step))
+    step = training_step.Step(**dict(sizes.step))
     for mechanism in STEPPED:
         for impl in sizes.sdpa if mechanism == "unconverted" else ("fused",):
             config = asdict(step) | {"mechanism": mechanism, "impl": impl, "device": device()}
@@ -324,23 +290,17 @@ def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
 
 def one_training(step, mechanism: str, impl: str, left: float) -> dict:
     """Tokens per second and peak memory of a model's training steps."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from benchmarks.gpu.training_step import measure
-    from heedful_lab.commands.bench.cases import device
 
     pinned = mechanism == "unconverted"
     with sdpa_kernel(getattr(SDPBackend, impl)) if pinned else nullcontext():
-        return measure(step, mechanism, impl, device())
+        return training_step.measure(step, mechanism, impl, device())
 
 
 # Stage 7
 
 
-def serving(sizes: Sizes) -> Iterator[SessionCase]:
+def served(sizes: Sizes) -> Iterator[SessionCase]:
     """Larger and larger batches, as long as memory lasts."""
-    from benchmarks.gpu import serving
-    from heedful_lab.commands.bench.cases import device
 
     size = serving.Serving(**dict(sizes.serving))
     for batch in size.batches:
@@ -352,10 +312,8 @@ def serving(sizes: Sizes) -> Iterator[SessionCase]:
 
 def one_serving(size, way: str, batch: int, left: float) -> dict:
     """A prompt and decoded tokens of one batch."""
-    from benchmarks.gpu.serving import measure
-    from heedful_lab.commands.bench.cases import device
 
-    return measure(size, way, batch, device())
+    return serving.measure(size, way, batch, device())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from heedful_lab.commands.bench import gpu_report
 from heedful_lab.commands.bench.options import Bench
+
+MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
+FUSED = MECHANISMS[:-1]  # differential attention has no kernels of its own
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Sizes:
         comes before a measurement.
     sdpa: torch's kernels by name, since its own choice between them varies.
     milliseconds: what the calls of one case may take together, about.
-    report: of stage 1, with the arguments of pytest, `tests`.
+    copies, square, calls: bytes, rows of a product and small calls of stage 1, with the arguments
+        of pytest, `tests`.
     step: of the model of stage 5, where it is not the 880M model.
     serving: of the model of stage 7, where it is not as `serving.Serving` has it.
     """
@@ -28,10 +31,17 @@ class Sizes:
     checked: int = 150
     sdpa: tuple[str, ...] = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
     milliseconds: float = 200.0
-    report: gpu_report.ReportSizes = gpu_report.FULL
+    copies: tuple[int, ...] = (2**23, 2**25, 2**27, 2**32)
+    square: int = 8192
+    calls: int = 1000
     tests: tuple[str, ...] = ("tests/ops",)
     step: tuple[tuple[str, int], ...] = ()
     serving: tuple[tuple[str, object], ...] = ()
+
+
+def forms(mechanism: str) -> tuple[str, ...]:
+    """The implementations for a GPU."""
+    return ("fused", "composed") if mechanism in FUSED else ("composed",)
 
 
 FULL = Sizes(Bench(batch=4, heads=16, dim=128, dtype="bfloat16", layout="transposed"))
@@ -44,7 +54,9 @@ SMALL = Sizes(
     checked=20,
     sdpa=("FLASH_ATTENTION",),
     milliseconds=0.0,
-    report=gpu_report.SMALL,
+    copies=(2**20,),
+    square=64,
+    calls=3,
     tests=("tests/ops/test_visibility.py", "-k", "window"),
     step=(("layers", 1), ("hidden", 32), ("heads", 2), ("feed_forward", 48), ("vocabulary", 50),
           ("batch", 1), ("tokens", 20), ("steps", 1), ("autocast", False)),

@@ -2,24 +2,18 @@
 
 The default is the 880M model of the multi-token paper (arXiv 2504.00927, Table 7), from its
 configuration with random weights: forward, backward and AdamW on random tokens. It needs a GPU of
-80 GiB; `--layers 2 --hidden 128 ... --device cpu` runs a small one anywhere.
+80 GiB.
 """
 
-import argparse
-import sys
 import time
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.files import write_lines
-from heedful.nn import NAMES
 from heedful.testing import process_peak_mib
 from heedful_lab.commands.bench.clock import spread
-from heedful_lab.records.environment import environment
 
 
 @dataclass(frozen=True)
@@ -85,40 +79,3 @@ def measure(sizes: Step, mechanism: str, impl: str, device: str) -> dict:
         "tokens_per_second": 1e3 * sizes.batch * sizes.tokens / step_times["step_ms"],
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else process_peak_mib(),
     }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure every mechanism, print a table, and write records to `--out`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mechanisms", nargs="+", default=["unconverted", "mta-published"],
-                        choices=["unconverted", *NAMES])  # fmt: skip
-    parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
-    numbers = [field for field in fields(Step) if type(field.default) is int]
-    for field in numbers:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
-    sizes = Step(**{field.name: getattr(options, field.name) for field in numbers})
-    records = []
-    for mechanism in options.mechanisms:
-        result = measure(sizes, mechanism, options.impl, options.device)
-        config = asdict(sizes) | {"impl": options.impl}
-        records.append({"mechanism": mechanism} | result | {"config": config})
-        r, first = records[-1], records[0]
-        print(
-            f"{mechanism:<16} {r['parameters']:>13,} parameters {r['tokens_per_second']:>9,.0f} "
-            f"tokens/s ({r['tokens_per_second'] / first['tokens_per_second']:.0%}) "
-            f"{r['peak_mib']:>8,.0f} MiB ({r['peak_mib'] / first['peak_mib']:.2f} x)",
-            flush=True,
-        )
-    if options.out:
-        about = environment(
-            ["python", "-m", "benchmarks.gpu.training_step", *(arguments or sys.argv[1:])]
-        )
-        write_lines(options.out, (record | {"environment": about} for record in records))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

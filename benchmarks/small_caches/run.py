@@ -30,7 +30,7 @@ from heedful_lab.commands.compare.options import LEAST_TOKENS
 from heedful_lab.commands.compare.scoring import score, score_rows
 from heedful_lab.commands.compare.scratch import Hyperparameters
 from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, policy_name, scored_as
-from heedful_lab.records.budgeted import UnderBudget, append_budgeted
+from heedful_lab.records import UnderBudget, append
 from heedful_lab.records.environment import environment
 from heedful_lab.tasks import Task
 
@@ -74,7 +74,7 @@ def recorded_keys(path: Path) -> set[tuple]:
 
 
 def note(path: Path, line: UnderBudget) -> None:
-    append_budgeted(path, line)
+    append(path, line)
     print(f"{line.mechanism}, {line.policy} {line.tokens}: {line.final}, {line.peak_bytes:,.0f}")
 
 

@@ -14,7 +14,7 @@ import heedful
 from heedful.hf.budgets import NAME, read_budgets
 from heedful_lab.commands.compare.scratch import Hyperparameters
 from heedful_lab.commands.compare.small_caches import bf16_bytes, under_budget
-from heedful_lab.records.budgeted import UnderBudget, append_budgeted
+from heedful_lab.records import UnderBudget, append
 from heedful_lab.records.environment import environment
 from heedful_lab.tasks import Text
 
@@ -38,7 +38,7 @@ def main() -> None:
         round(sum(eviction.tokens) / len(eviction.tokens)), task.length, task.metric, final, peak,
         bf16_bytes(model, task.length), rows, environment(),
     )  # fmt: skip
-    append_budgeted(args.out, line)
+    append(args.out, line)
     print(f"{line.policy}: {final}, {peak:,.0f} bytes")
 
 

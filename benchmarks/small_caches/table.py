@@ -4,8 +4,8 @@ from pathlib import Path
 
 from benchmarks.parts import markdown, origin, provenance, read
 from benchmarks.small_caches.teach import WITH_MEMORY_LOSS
-from heedful_lab.commands.compare.small_cache_tables import tables as budget_tables
-from heedful_lab.records.budgeted import WHOLE, UnderBudget
+from heedful_lab.commands.compare.findings import budget_tables
+from heedful_lab.records import WHOLE, UnderBudget
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = RESULTS / "caches-text-cpu.jsonl"
@@ -28,8 +28,9 @@ def caches(path: Path) -> str:
     """Trained models under small caches: every policy at every budget."""
     scored = scores(path)
     rows = dict.fromkeys(f"{x.rows} sequences of {x.length} tokens" for x in scored)
+    tables = "\n\n".join(f"{x.title}:\n\n{markdown(x.head, x.body)}" for x in budget_tables(scored))
     return (
-        f"{budget_tables(scored, markdown=True)}\n\nOn the evaluation set "
+        f"{tables}\n\nOn the evaluation set "
         f"({', '.join(rows)}), token by token; lower is better. In brackets: × smaller than "
         "bf16, the bytes of a full cache of the same tokens in bf16 without reserve, divided by "
         "the peak of the model's caches, which are float32.\n\n"

@@ -8,7 +8,8 @@ import numpy as np
 from benchmarks.parts import markdown, origin, provenance, read, spread
 from benchmarks.training.run import SLOWER
 from heedful_lab.commands.evaluate.numbers import RULE, evaluated_table, summed_up
-from heedful_lab.records.samples import read_samples
+from heedful_lab.records import Sample
+from heedful_lab.records import read as read_entries
 
 RESULTS = Path(__file__).parent / "results"
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
@@ -137,7 +138,7 @@ def in_turn(path: Path) -> str:
 
 def last_words(folder: Path = RESULTS / "last-words-cpu") -> str:
     """Last words of passages, the models of the long runs beside standard attention's."""
-    lines = summed_up(read_samples(folder / "samples.jsonl"))
+    lines = summed_up(read_entries(folder / "samples.jsonl", Sample))
     about = json.loads((folder / "evaluation.json").read_text())
     table = evaluated_table(lines, "markdown")
     return f"{table}\n\n{RULE}\n\n{origin([about['environment']])}"

@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import tyro
 
@@ -23,81 +25,6 @@ from heedful_lab.commands.generate.options import Generation
 from heedful_lab.commands.inspect.options import Inspection
 from heedful_lab.commands.shrink.options import Shrink
 from heedful_lab.commands.train.options import Training
-
-if TYPE_CHECKING:
-    from heedful_lab.commands.compare.run import ComparisonResult
-
-# The packages' own configurations are the commands, with a place to write to beside them.
-
-
-class _Unchecked:
-    def __post_init__(self) -> None:
-        """Checked by `_as`: what a constructor raises, tyro would put into a box."""
-
-
-@dataclass(frozen=True)
-class CompareCommand(_Unchecked, Comparison):
-    __doc__ = Comparison.__doc__
-
-    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/compare"
-    """Folder for report.html, results.jsonl, config.json and the trained models."""
-
-
-@dataclass(frozen=True)
-class TrainCommand(_Unchecked, Training):
-    __doc__ = Training.__doc__
-
-
-@dataclass(frozen=True)
-class ShrinkCommand(_Unchecked, Shrink):
-    __doc__ = Shrink.__doc__
-
-
-@dataclass(frozen=True)
-class ConvertCommand(_Unchecked, FolderConversion):
-    __doc__ = FolderConversion.__doc__
-
-
-@dataclass(frozen=True)
-class BenchCommand(_Unchecked, Bench):
-    __doc__ = Bench.__doc__
-
-    out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the records here as JSON lines, and a picture of them beside it (.svg). A file that is
-    there already is never replaced."""
-
-
-@dataclass(frozen=True)
-class GenerateCommand(_Unchecked, Generation):
-    __doc__ = Generation.__doc__
-
-
-@dataclass(frozen=True)
-class BudgetCommand(_Unchecked, BudgetSearch):
-    __doc__ = BudgetSearch.__doc__
-
-
-@dataclass(frozen=True)
-class EvalCommand(_Unchecked, Evaluation):
-    __doc__ = Evaluation.__doc__
-
-
-@dataclass(frozen=True)
-class InspectCommand(_Unchecked, Inspection):
-    __doc__ = Inspection.__doc__
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Say what works on this machine, what does not, and why; or the same of a model."""
-
-    model: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[MODEL]")]] = None
-    """Folder of a model, a name on the Hugging Face hub, or a configuration (FILE.json): which
-    mechanisms fit, what they add, and what its cache takes per token. Nothing is changed."""
-    gpu_report: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Measure this machine's GPU, some minutes long, and write a JSON file that can be attached to
-    an issue: versions, bandwidth, products, and whether every kernel is right."""
-
 
 _WORDS = tyro.constructors.ConstructorRegistry()
 
@@ -115,20 +42,6 @@ def _word(info: tyro.constructors.PrimitiveTypeInfo):
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda value: [value],
     )
-
-
-_Command = (
-    Annotated[CompareCommand, tyro.conf.subcommand("compare")]
-    | Annotated[TrainCommand, tyro.conf.subcommand("train")]
-    | Annotated[ShrinkCommand, tyro.conf.subcommand("shrink")]
-    | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
-    | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
-    | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
-    | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
-    | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
-    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -154,9 +67,10 @@ def _answer(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"heedful {__version__}")
         return 0
+    parts = [Annotated[kind, tyro.conf.subcommand(name)] for kind, name in _NAMES.items()]
     try:
         command = tyro.cli(
-            _Command,
+            reduce(or_, parts),
             prog="heedful",
             args=arguments,
             description="Attention that looks at more than one token pair at a time. "
@@ -185,8 +99,8 @@ def _answer(arguments: list[str]) -> int:
         cause = " ".join(str(error).split())[:200]
         problem = f"not enough memory ({cause}); take a smaller batch or fewer steps"
     except KeyboardInterrupt as stop:
-        problem = ": ".join(["stopped", *map(str, stop.args)])
-        code = 128 + signal.SIGINT
+        problem, number = ": ".join(["stopped", *stop.args[:1]]), [*stop.args[1:], signal.SIGINT][0]
+        code = 128 + number
     sys.stdout.flush()
     print(f"heedful: {problem}", file=sys.stderr)
     return code
@@ -194,249 +108,48 @@ def _answer(arguments: list[str]) -> int:
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
     """A warning as one line, without the place in the code that a user has no use for."""
+    _note(f"warning: {message}")
+
+
+def _note(text: str) -> None:
+    """Print a line beside the output, above a progress bar."""
     from tqdm import tqdm
 
-    tqdm.write(f"warning: {message}", file=sys.stderr)
+    tqdm.write(text, file=sys.stderr)
 
 
-def _run(command: _Command) -> int:
-    match command:
-        case CompareCommand():
-            return _compare(command)
-        case TrainCommand():
-            return _train(command)
-        case ShrinkCommand():
-            return _shrink(command)
-        case ConvertCommand():
-            return _convert(command)
-        case GenerateCommand():
-            return _generate(command)
-        case BudgetCommand():
-            return _budget(command)
-        case EvalCommand():
-            return _eval(command)
-        case InspectCommand():
-            return _inspect(command)
-        case BenchCommand():
-            return _bench(command)
-        case Doctor():
-            from heedful_lab.doctor import examine, examine_model
+def _run(command: object) -> int:
+    name = _NAMES[type(command)]
+    kind, run = _COMMANDS[name]
+    options = kind(**{field.name: getattr(command, field.name) for field in fields(kind)})
+    if getattr(options, "out", None) == "":
+        raise UserError("out must be a path, got an empty text; write . for this folder")
+    if kind is Doctor:
+        return run(options)
+    from transformers.utils import logging
 
-            if command.gpu_report is not None:
-                return _gpu_report(command)
-            return examine() if command.model is None else examine_model(command.model)
-
-
-def _gpu_report(command: Doctor) -> int:
-    if command.model is not None:
-        raise UserError(
-            f"--gpu-report measures this machine, not a model; leave out {command.model}"
-        )
-    from heedful_lab.commands.bench.gpu_report import report
-
-    return report(command.gpu_report)
-
-
-def _train(command: TrainCommand) -> int:
-    options = _as(Training, command)
-    from heedful.training.run import Stopped
-    from heedful_lab.commands.train.run import formatted, train_text
-
-    _path(options.out)
-    _quiet()
-    with _stopping() as signals:
-        try:
-            result = train_text(options, lambda: bool(signals))
-        except (Stopped, KeyboardInterrupt):
-            place = f"the state is kept in {options.out}"
-            print(f"stopped: {place}; the same command goes on there", file=sys.stderr)
-            return 128 + signals[-1]
-    if result is not None:
-        print(formatted(result))
-        _say_device(options.device)
-    return 0
-
-
-def _shrink(command: ShrinkCommand) -> int:
-    options = _as(Shrink, command)
-    from tqdm import tqdm
-
-    from heedful.training.run import Stopped
-    from heedful_lab.commands.shrink.run import shrink
-
-    _path(options.out)
-    _quiet()
-    with _stopping() as signals:
-        try:
-            result = shrink(
-                options, lambda text: tqdm.write(text, file=sys.stderr), lambda: bool(signals)
-            )
-        except (Stopped, KeyboardInterrupt):
-            place = f"the state is kept in {options.out}"
-            print(f"stopped: {place}; the same command goes on there", file=sys.stderr)
-            return 128 + signals[-1]
-    print(result)
-    _say_device(options.device)
-    return 0
-
-
-def _convert(command: ConvertCommand) -> int:
-    options = _as(FolderConversion, command)
-    from heedful_lab.commands.convert.run import convert_folder
-
-    _quiet()
-    print(convert_folder(options))
-    return 0
-
-
-def _generate(command: GenerateCommand) -> int:
-    options = _as(Generation, command)
-    from heedful_lab.commands.generate.run import generate
-
-    _quiet()
-
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
-    for result in generate(options, write):
-        print(flush=True)
-        print(result, file=sys.stderr)
-    _say_device(options.device)
-    return 0
-
-
-def _budget(command: BudgetCommand) -> int:
-    options = _as(BudgetSearch, command)
-    from heedful_lab.commands.budget.search import format_result, search
-
-    _quiet()
-    try:
-        print(format_result(search(options)))
-    except KeyboardInterrupt:
-        way = "the trials so far are kept beside the model; the same command goes on there"
-        raise KeyboardInterrupt(way) from None
-    _say_device(options.device)
-    return 0
-
-
-def _eval(command: EvalCommand) -> int:
-    options = _as(Evaluation, command)
-    from tqdm import tqdm
-
-    from heedful_lab.commands.evaluate.numbers import (
-        RULE,
-        evaluated_table,
-        harness_table,
-        summed_up,
-    )
-    from heedful_lab.commands.evaluate.page import write_evaluation
-    from heedful_lab.commands.evaluate.run import evaluate, export
-
-    _quiet()
-    if options.export_lm_eval is not None:
-        names, folder = export(options), options.export_lm_eval
-        print(f"written: {folder}\n  lm_eval --include_path {folder} --tasks {','.join(names)} ...")
-        return 0
-    out = _path(options.out)
-    try:
-        result = evaluate(options, lambda text: tqdm.write(text, file=sys.stderr))
-    except KeyboardInterrupt:
-        way = f"the answers so far are kept in {out}; the same command goes on there"
-        raise KeyboardInterrupt(way) from None
-    lines = summed_up(result.samples, options.seed)
-    tables = [evaluated_table(lines) if lines else "", harness_table(result.harness)]
-    print("\n\n".join(filter(None, tables)))
-    if lines:
-        print(f"\n{RULE}")
-    print(f"\nreport: {write_evaluation(out, result.samples, result.harness, result.about)}")
-    return 0
-
-
-def _inspect(command: InspectCommand) -> int:
-    options = _as(Inspection, command)
-    from heedful_lab.commands.inspect.arrays import page_data
-    from heedful_lab.commands.inspect.page import write_inspection
-    from heedful_lab.commands.inspect.run import inside
-
-    _quiet()
-    path = write_inspection(options.out, page_data(*inside(options)))
-    print(f"page: {path} ({path.stat().st_size / 2**20:,.1f} MiB)")
-    _say_device(options.device)
-    return 0
-
-
-def _say_device(device: str) -> None:
-    """Print the device of the work, beside its output."""
     from heedful_lab.commands.models import device_in_words
 
-    print(f"device: {device_in_words(device)}", file=sys.stderr)
-
-
-def _quiet() -> None:
-    """Keep transformers' bars and notes out of what a command prints."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # of opening and saving; the commands have their own
     logging.set_verbosity_error()
-
-
-def _bench(command: BenchCommand) -> int:
-    from heedful_lab.commands.bench import measure as bench
-
-    out = None if command.out is None else _path(command.out)
-    if out is not None:
-        bench.check_new(out)  # before minutes of measuring
-    config = _as(Bench, command)
-    cases, left_out = bench.cases_here(config)
-    for reason in dict.fromkeys(left_out.values()):
-        names = [" ".join(case) for case, why in left_out.items() if why == reason]
-        print(f"left out: {', '.join(names)}: {reason}", file=sys.stderr)
-    count, way = len(cases) * len(config.lengths), "--mechanisms, --impls, --passes or --lengths"
-    print(f"{count} cases of a few seconds each; {way} choose others", file=sys.stderr)
-    records = bench.bench(config)
-    print(bench.format_table(records))
-    _say_device("auto")
-    if out is not None:
-        bench.write(records, out)
-    return 0
-
-
-def _as(kind: type, command: object) -> object:
-    """The configuration in a command."""
-    return kind(**{field.name: getattr(command, field.name) for field in fields(kind)})
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise UserError("out must be a path, got an empty text; write . for this folder")
-    return Path(text)
-
-
-def _compare(command: CompareCommand) -> int:
-    from transformers.utils import logging
-
-    from heedful.training.run import Stopped
-    from heedful_lab.commands.compare.findings import overview
-    from heedful_lab.commands.compare.run import compare, kept
-
-    logging.disable_progress_bar()  # of saving and loading; the runs have their own
-
-    out, comparison = _path(command.out), _as(Comparison, command)
-    with _stopping() as signals:
-        try:
-            records = compare(comparison, out, lambda: bool(signals), write_page)
-        except (Stopped, KeyboardInterrupt):
-            print(f"stopped: {kept(out)}; the same command goes on there", file=sys.stderr)
-            return 128 + signals[-1]
-    print(overview(records))
-    print(f"\nreport: {out / 'report.html'}")
-    _say_device(comparison.device)
+    run(options)
+    if name not in ("convert", "eval"):  # eval names it before it begins
+        device = device_in_words(getattr(options, "device", "auto"))
+        print(f"device: {device}", file=sys.stderr)
     return 0
 
 
 @contextmanager
-def _stopping() -> Iterator[list[int]]:
-    """The signals to stop that have come: work ends after its step, at the second one at once."""
+def _resumable(kept: Callable[[], str]) -> Iterator[Callable[[], bool]]:
+    """Work that the same command goes on with: ends after its step when a signal comes.
+
+    Yields what says whether one has come; at the second one work stops at once.
+
+    Arguments:
+        kept: says where what is done is kept.
+    """
+    from heedful.training.run import Stopped
+
     signals: list[int] = []
 
     def stop(signum: int, frame: object) -> None:
@@ -448,31 +161,146 @@ def _stopping() -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield signals
+        yield lambda: bool(signals)
+    except (Stopped, KeyboardInterrupt):
+        raise _stopped(kept(), *signals[-1:]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def write_page(result: "ComparisonResult") -> None:
-    """Write `report.html` about what a comparison has finished: the `show` of `compare`.
+def _stopped(kept: str, number: int = signal.SIGINT) -> KeyboardInterrupt:
+    return KeyboardInterrupt(f"{kept}; the same command goes on there", number)
 
-    It stands here because the modules that run and that show know nothing of each other.
-    """
-    from heedful_lab.commands.compare.exhibits import exhibits_of
-    from heedful_lab.commands.compare.findings import TextExhibit
+
+def _compare(options: Comparison) -> None:
+    from heedful_lab.commands.compare.findings import overview
     from heedful_lab.commands.compare.page import write_report
-    from heedful_lab.commands.compare.small_cache_tables import CacheExhibit
+    from heedful_lab.commands.compare.run import compare, kept
 
-    exhibits = [exhibit for look in result.looks for exhibit in exhibits_of(*look)]
-    caches = [CacheExhibit(*item) for item in result.caches]
-    texts = [TextExhibit(*item) for item in result.texts]
-    write_report(
-        result.folder,
-        result.records,
-        exhibits,
-        result.config,
-        result.budgeted,
-        caches,
-        texts,
-    )
+    out = Path(options.out)
+    with _resumable(lambda: kept(out)) as should_stop:
+        records = compare(options, out, should_stop, write_report)
+    print(f"{overview(records)}\n\nreport: {out / 'report.html'}")
+
+
+def _train(options: Training) -> None:
+    from heedful_lab.commands.train.run import formatted, train_text
+
+    with _resumable(lambda: f"the state is kept in {options.out}") as should_stop:
+        result = train_text(options, should_stop)
+    if result is not None:
+        print(formatted(result))
+
+
+def _shrink(options: Shrink) -> None:
+    from heedful_lab.commands.shrink.run import shrink
+
+    with _resumable(lambda: f"the state is kept in {options.out}") as should_stop:
+        print(shrink(options, _note, should_stop))
+
+
+def _convert(options: FolderConversion) -> None:
+    from heedful_lab.commands.convert.run import convert_folder
+
+    print(convert_folder(options))
+
+
+def _generate(options: Generation) -> None:
+    from heedful_lab.commands.generate.run import generate
+
+    for result in generate(options, lambda text: print(text, end="", flush=True)):
+        print(flush=True)
+        print(result, file=sys.stderr)
+
+
+def _budget(options: BudgetSearch) -> None:
+    from heedful_lab.commands.budget.search import format_result, search
+
+    try:
+        print(format_result(search(options)))
+    except KeyboardInterrupt:
+        raise _stopped("the trials so far are kept beside the model") from None
+
+
+def _eval(options: Evaluation) -> None:
+    from heedful_lab.commands.evaluate.page import overview, write_evaluation
+    from heedful_lab.commands.evaluate.run import evaluate, export
+
+    if options.export_lm_eval is not None:
+        names, folder = export(options), options.export_lm_eval
+        print(f"written: {folder}\n  lm_eval --include_path {folder} --tasks {','.join(names)} ...")
+        return
+    out = Path(options.out)
+    try:
+        result = evaluate(options, _note)
+    except KeyboardInterrupt:
+        raise _stopped(f"the answers so far are kept in {out}") from None
+    print(overview(result.samples, result.harness, options.seed))
+    print(f"\nreport: {write_evaluation(out, result.samples, result.harness, result.about)}")
+
+
+def _inspect(options: Inspection) -> None:
+    from heedful_lab.commands.inspect.arrays import page_data
+    from heedful_lab.commands.inspect.page import write_inspection
+    from heedful_lab.commands.inspect.run import inside
+
+    path = write_inspection(options.out, page_data(*inside(options)))
+    print(f"page: {path} ({path.stat().st_size / 2**20:,.1f} MiB)")
+
+
+def _bench(options: Bench) -> None:
+    from heedful_lab.commands.bench import measure as bench
+
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        bench.check_new(out)  # before minutes of measuring
+    cases, left_out = bench.cases_here(options)
+    for reason in dict.fromkeys(left_out.values()):
+        names = [" ".join(case) for case, why in left_out.items() if why == reason]
+        print(f"left out: {', '.join(names)}: {reason}", file=sys.stderr)
+    count, way = len(cases) * len(options.lengths), "--mechanisms, --impls, --passes or --lengths"
+    print(f"{count} cases of a few seconds each; {way} choose others", file=sys.stderr)
+    records = bench.bench(options)
+    print(bench.format_table(records))
+    if out is not None:
+        bench.write(records, out)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Print versions, devices and optional parts, or which mechanisms fit a model."""
+
+    model: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[MODEL]")]] = None
+    """Folder of a model, a name on the Hugging Face hub, or a configuration (FILE.json): which
+    mechanisms fit, what they add, and what its cache takes per token. Nothing is changed."""
+
+
+def _doctor(options: Doctor) -> int:
+    from heedful_lab.doctor import examine, examine_model
+
+    return examine() if options.model is None else examine_model(options.model)
+
+
+_COMMANDS: dict[str, tuple[type, Callable]] = {
+    "compare": (Comparison, _compare),
+    "train": (Training, _train),
+    "shrink": (Shrink, _shrink),
+    "convert": (FolderConversion, _convert),
+    "generate": (Generation, _generate),
+    "budget": (BudgetSearch, _budget),
+    "eval": (Evaluation, _eval),
+    "inspect": (Inspection, _inspect),
+    "bench": (Bench, _bench),
+    "doctor": (Doctor, _doctor),
+}
+
+
+def _unchecked(kind: type) -> type:
+    """The options of a command, which `_run` checks: what a constructor raises, tyro would put into
+    a box."""
+    members = {"__doc__": kind.__doc__, "__post_init__": lambda self: None}
+    return dataclass(frozen=True)(type(kind.__name__, (kind,), members))
+
+
+_NAMES = {_unchecked(kind): name for name, (kind, _) in _COMMANDS.items()}

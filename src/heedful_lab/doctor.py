@@ -1,4 +1,4 @@
-"""Report of what works on this machine or with a model, what does not, and why."""
+"""Report of versions, devices and optional parts on this machine, or of what fits a model."""
 
 import platform
 import sys
@@ -9,6 +9,7 @@ from heedful.compatibility import TESTED, release
 from heedful_lab.records.environment import installed, machine
 
 _OPTIONAL = {
+    "triton": ("impl=fused", "triton"),
     "datasets": ("--data hf:NAME", "'heedful[data]'"),
     "peft": ("LoRA", "'heedful[lora]'"),
     "gguf": ("GGUF files", "'heedful[gguf]'"),
@@ -21,7 +22,7 @@ _REWRITING = "convert"
 
 
 def examine(write: Callable[[str], None] = print) -> int:
-    """Print one line per check; returns 0 if everything that heedful needs works, else 1."""
+    """Print one line per part; returns 0 if everything that heedful needs is there, else 1."""
     sound = True
     write(f"heedful      {installed('heedful') or 'from source'}")
     write(f"python       {platform.python_version()} ({sys.executable})")
@@ -44,16 +45,7 @@ def examine(write: Callable[[str], None] = print) -> int:
     else:
         write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is visible")
         write(f"commands     cpu: {_COMPUTING}, {_REWRITING}")
-    write(f"triton       {_triton()}")
-    for name, check in (("operators", _operators), ("conversion", _conversion)):
-        try:
-            write(f"{name:<12} {check()}")
-        except Exception as error:  # a doctor reports what is broken, whatever it is
-            write(f"{name:<12} BROKEN: {type(error).__name__}: {error}")
-            sound = False
-    write(f"fused        {_fused()}")
-    write("all works" if sound else "something is broken: see above")
-    return 0 if sound else 1
+    return 0
 
 
 def _tested(package: str, version: str) -> str:
@@ -75,83 +67,6 @@ def _too_old(package: str, version: str) -> bool:
     """Test whether this version is too old for the integration."""
     oldest = TESTED[package][0] if package == "transformers" else version
     return release(version) < release(oldest)
-
-
-def _triton() -> str:
-    triton, numpy = installed("triton"), installed("numpy")
-    if triton is None:
-        return "not installed; only impl=fused needs it: pip install triton"
-    if release(triton) < (3, 7) and release(numpy or "0.0") >= (2, 4):
-        return (
-            f"{triton}, whose interpreter (TRITON_INTERPRET=1) fails with NumPy {numpy}: take "
-            "Triton 3.7 or NumPy below 2.4; kernels on a GPU are not affected"
-        )
-    return triton
-
-
-def _operators() -> str:
-    """The memory-linear forms against the reference, forward and backward, on this device."""
-    import torch
-
-    from heedful.ops import multi_token_attention, selective_attention
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4, 100, 16, dtype=torch.float64, device=device) for _ in range(3))
-    q.requires_grad_()
-    conv = torch.randn(4, 6, 11, dtype=torch.float64, device=device)
-    worst = 0.0
-    for call in (
-        lambda impl: multi_token_attention(q, k, v, conv=conv, post_conv=conv, impl=impl),
-        lambda impl: selective_attention(q, k, v, impl=impl).output,
-    ):
-        results = []
-        for impl in ("reference", "tiled", "composed"):
-            out = call(impl)
-            results.append((out, *torch.autograd.grad(out.square().sum(), q)))
-        exact, *others = results
-        errors = ((a - b).abs().max() for x in others for a, b in zip(x, exact, strict=True))
-        worst = max(worst, *(error.item() for error in errors))
-    if not worst < 1e-8:
-        raise RuntimeError(f"tiled or composed differs from reference by {worst:.2g} in fp64")
-    return f"tiled and composed equal reference in fp64 (largest difference {worst:.1g})"
-
-
-def _fused() -> str:
-    """Report whether the Triton kernels can be requested here, and what runs otherwise."""
-    import torch
-
-    from heedful.ops.impl import no_triton, runs_kernels
-
-    x = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
-    reason, runs = no_triton(x), f"impl='auto' runs {'composed' if x.is_cuda else 'tiled'}"
-    if reason is not None:
-        return f"no: {reason.split(', and q')[0]}; {runs}"
-    return "impl='auto' runs them" if runs_kernels(x.device) else f"can be requested; {runs}"
-
-
-def _conversion() -> str:
-    """A tiny model is converted, unchanged, and reverted."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from heedful.hf import convert
-
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).double().eval()
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        before = model(ids).logits
-        conversion = convert(model, "mta")
-        change = (model(ids).logits - before).abs().max().item()
-        conversion.revert()
-        same = torch.equal(model(ids).logits, before)
-    if not change < 1e-10 or not same:
-        raise RuntimeError(f"a converted model's logits moved by {change:.2g}; reverted: {same}")
-    return "a converted Llama keeps its logits, and reverts"
 
 
 def examine_model(name: str, write: Callable[[str], None] = print) -> int:

@@ -41,6 +41,12 @@ def full_of_words(*args, **kwargs):
 
 
 COMMANDS = {
+    "runs": (
+        ("compare", "--tasks", "parity", "--mechanisms", "standard", "--steps", "1", "--batch", "2",
+         "--out", "runs"),
+        ("heedful.files.os.fsync", full),
+        "runs/results.jsonl",
+    ),
     "answers": (
         ("eval", "model", "--tasks", "perplexity", *DATA, "--samples", "2", "--out", "runs"),
         ("heedful.files.os.fsync", full),
@@ -61,21 +67,11 @@ COMMANDS = {
         ("transformers.modeling_utils.safe_save_file", full_of_tensors),
         "out",
     ),
-    "trained weights": (
-        ("train", "model", *DATA, "--steps", "1", "--batch", "1", "--out", "runs"),
-        ("transformers.modeling_utils.safe_save_file", full_of_tensors),
-        "runs",
-    ),
     "vocabulary": (
         ("train", "small.json", *DATA, "--steps", "1", "--batch", "1", "--out", "runs",
          "--tokenizer", "bytes"),
         ("transformers.PreTrainedTokenizerFast.save_pretrained", full_of_words),
         "runs/unfinished/tokenizer",
-    ),
-    "tokens": (
-        ("train", "model", *DATA, "--steps", "1", "--batch", "1", "--out", "runs"),
-        ("heedful.training.sequences._Writer.add", full),
-        "runs",
     ),
     "adapter": (
         ("train", "plain", *DATA, "--train", "mechanism", "--mechanism", "selective:selector=extra",

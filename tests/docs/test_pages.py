@@ -24,12 +24,10 @@ from transformers import AutoModelForCausalLM
 
 import heedful
 from benchmarks import tables
-from benchmarks.parts import origin
 from heedful.compatibility import TESTED
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.hf.stock import stock_model, stock_tokenizer
-from heedful.nn import ablations
 from heedful_lab.commands.bench import measure as bench
 from heedful_lab.commands.compare import run as compare
 from heedful_lab.commands.compare.scratch import Size
@@ -332,27 +330,8 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, f"{name(page)}: {target}"
 
 
-def test_messages_of_the_page_are_those_of_the_code():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    code = "".join(path.read_text() for path in (ROOT / "src").glob("**/*.py"))
-    assert len(messages) >= 20 and not [message for message in messages if message not in code]
-
-
 def test_tables_are_those_of_the_results():
     assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
-
-
-def test_the_command_of_a_table_is_printed_whole():
-    """One command in its line, several in a list that no empty line ends."""
-    first = {"command": "a 'b <c>'", "commit": "12ab", "machine": "M", "threads": 1,
-             "date": "2026-11-24T10:00", "versions": {"torch": "2.13.0"}}  # fmt: skip
-    where = "at commit 12ab on M with 1 thread, torch 2.13.0, 2026-11-24."
-    assert origin([first, first]) == f"*Made by `a 'b <c>'` {where}*"
-    assert origin([first, first | {"command": "d"}]).splitlines() == [
-        f"<details><summary><i>Made by 2 commands {where}</i></summary>",
-        "<pre>", "a 'b &lt;c&gt;'", "d", "</pre>", "</details>",
-    ]  # fmt: skip
 
 
 def test_every_public_name_is_listed():
@@ -370,9 +349,3 @@ def test_a_fresh_clone_needs_one_command_line_each():
         assert line.startswith("python3 -m venv .venv && ")
         assert line.endswith(f"&& .venv/bin/{last}")
         assert f"install torch=={TESTED['torch'][0]} &&" in line, "doctor says what was tested"
-
-
-def test_the_ablation_table_has_the_presets_of_the_code():
-    text = (ROOT / "docs" / "multi-token.md").read_text()
-    listed = re.findall(r"^\| `([^`]+)` \| \d+\.\d\d \|$", text, re.MULTILINE)
-    assert len(listed) == 17 and set(listed) <= set(ablations())

@@ -1,13 +1,9 @@
 """Invented runs and pictures, for the pages of comparisons."""
 
-import numpy as np
+import torch
 
-from heedful_lab.commands.compare.figures import (
-    HidingExhibit,
-    KernelExhibit,
-    MapExhibit,
-    MixExhibit,
-)
+from heedful.hf.look import LayerLook
+from heedful_lab.commands.compare.run import ModelLook
 from heedful_lab.records import Record
 
 TOKENS = ["<script>", " ", "\n", "\t", "\x07", "$x$", "", "é"]
@@ -36,18 +32,19 @@ def runs(mechanism: str, values, **fields) -> list[Record]:
     return [run(mechanism, value, seed, **fields) for seed, value in enumerate(values)]
 
 
-def exhibits() -> list:
-    rng = np.random.default_rng(0)
+def looks() -> list[ModelLook]:
+    """What invented models do with one sample."""
+    rng = torch.Generator().manual_seed(0)
     size = len(TOKENS)
-    maps = np.tril(rng.random((size, size)))
-    hiding = np.zeros((size, size))
-    hiding[5, 0], hiding[6, 1] = 2.41, 9.0
+    maps = torch.rand(2, size, size, generator=rng).tril()
+    hiding = torch.zeros(1, size, size)
+    hiding[0, 5, 0], hiding[0, 6, 1] = 2.41, 9.0
+    kernels = torch.randn(5, 6, 11, generator=rng)
+    identity = torch.zeros(1, 2, 3)
+    identity[0, 1, 1] = 1
+    learned = LayerLook(maps - 0.5 * maps.tril(), conv=kernels, post_conv=identity)
     return [
-        KernelExhibit("blocks", "mta", 0, "pre", rng.normal(size=(5, 6, 11))),
-        KernelExhibit("blocks", "mta", 0, "post", rng.normal(size=(1, 2, 3))),
-        MixExhibit("blocks", "mta", 0, np.eye(2).tolist()),
-        MapExhibit("blocks", "mta", 0, 1, TOKENS, maps),
-        MapExhibit("blocks", "mta", 0, 1, TOKENS, maps - 0.5 * np.tril(maps), rows=[6, 7]),
-        MapExhibit("blocks", "standard", 0, 1, ["a"] * 60, np.eye(60)),
-        HidingExhibit("blocks", "selective", 1, TOKENS, hiding, hiding.sum(0)),
+        ModelLook("blocks", "mta", TOKENS, {0: learned}),
+        ModelLook("blocks", "standard", ["a"] * 60, {0: LayerLook(torch.eye(60)[None])}),
+        ModelLook("blocks", "selective", TOKENS, {1: LayerLook(maps, hiding, hiding.sum(1))}),
     ]

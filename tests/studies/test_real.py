@@ -17,7 +17,7 @@ from heedful.hf.budgets import write_budgets
 from heedful.hf.stock import stock_model
 from heedful_lab.commands.evaluate.answers import LanguageModel
 from heedful_lab.commands.models import open_model
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from heedful_lab.rivals.calibration import read_calibration
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes

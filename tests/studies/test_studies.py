@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import heedful
 from heedful.nn import MultiToken, ablations
 from heedful_lab.commands.models import mechanisms_named
-from heedful_lab.records.budgeted import read_budgeted
+from heedful_lab.records import UnderBudget, read
 from heedful_lab.tasks import TASKS, Recall
 from heedful_lab.tasks.samples import Recipe
 
@@ -228,14 +228,14 @@ def test_a_model_is_fine_tuned_and_scored_under_small_caches(run, trained):
 
     scored = ("--budgets", 0.5, "--rows", 4, "--batch", 2, "--out", "scored.jsonl")
     run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
-    records = read_budgeted(Path("scored.jsonl"))
+    records = read(Path("scored.jsonl"), UnderBudget)
     assert {x.policy for x in records if x.mechanism == "b"} > {"whole", "MostHidden", "Random"}
     searched = [x for x in records if x.policy.startswith("searched")]
     assert [x.mechanism for x in searched] == ["b"]  # what hides nothing has no such search
     budgets = [int(x) for x in searched[0].policy.split()[1].split("/")]
     assert all(13 <= x <= 96 for x in budgets) and searched[0].tokens == round(sum(budgets) / 2)
     run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
-    assert len(read_budgeted(Path("scored.jsonl"))) == len(records)
+    assert len(read(Path("scored.jsonl"), UnderBudget)) == len(records)
 
 
 @pytest.mark.slow

@@ -64,14 +64,6 @@ def test_length_of_the_papers_rows():
     assert Blocks().vocab_size == 32
 
 
-def test_deterministic_in_seed():
-    task = Blocks()
-    first, again, other = task.sample(64, 5), task.sample(64, 5), task.sample(64, 6)
-    assert first.input_ids.equal(again.input_ids)
-    assert not first.input_ids.equal(other.input_ids)
-    assert len({tuple(row) for row in first.input_ids.tolist()}) == 64
-
-
 def test_chunks_hold_to_the_definition(monkeypatch):
     monkeypatch.setattr("heedful_lab.tasks.blocks._CHUNK_BLOCKS", 56)
     test_answer_follows_from_the_text(Blocks())
@@ -142,48 +134,6 @@ def test_token_losses_are_aligned_as_predictions():
         token_losses(logits[0], labels)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"blocks": 0}, "blocks must be a whole number of at least 1, got 0"),
-        ({"blocks": 2.0}, "blocks must be a whole number of at least 1, got 2.0"),
-        ({"blocks": True}, "blocks must be a whole number of at least 1, got True"),
-        ({"letters": 1}, "letters must be a whole number from 2 to 26, got 1; the letters of a"),
-        ({"letters": 27}, "letters must be a whole number from 2 to 26, got 27"),
-        ({"question": 6}, "question must be a whole number from 1 to 5, got 6; question letters"),
-        ({"question": 0}, "question must be a whole number from 1 to 5, got 0"),
-        ({"answer": "middle"}, "answer must be one of 'all', 'first', 'last', got 'middle'"),
-        ({"letters": 26, "blocks": 2}, "blocks must be at most 1 with letters=26 and question=2"),
-        ({"letters": 2, "blocks": 650}, "blocks must be at most 649 with letters=2"),
-    ],
-)
-def test_bad_configurations(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Blocks(**fields)
-
-
-@pytest.mark.usefixtures("no_shape_checks")
-def test_bad_calls():
-    task = Blocks()
-    labels = task.sample(2, 0).labels
-    for call, message in [
-        (lambda: task.sample(0, 0), "count must be a whole number of at least 1, got 0"),
-        (lambda: task.sample(1, -1), "seed must be a whole number of at least 0, got -1"),
-        (lambda: task.decode([0, -100]), "ids must lie in 0..29, got -100"),
-        (lambda: task.decode(labels), "ids must be one sequence, got a batch"),
-        (lambda: task.score(labels[:, 1:], labels), "predictions must have labels' shape [2, 57]"),
-        (
-            lambda: task.score(torch.zeros(2, 57, 32), labels),
-            "got [2, 57, 32]; take logits.argmax(-1)",
-        ),
-        (lambda: task.score(labels.float(), labels), "predictions must be token ids, got torch.fl"),
-        (lambda: task.score(labels, labels * 0 - 100), "labels must have at least one target"),
-        (lambda: task.score(labels[0], labels[0]), "labels must be [N, T], got shape [57]"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
-
-
 @pytest.mark.parametrize("name", sorted(set(TASKS) - {"text", *PAIRED}))
 def test_every_task_has_the_same_outward_shape(name):
     task = TASKS[name]()
@@ -194,6 +144,8 @@ def test_every_task_has_the_same_outward_shape(name):
     for split in splits.values():
         samples = split.sample(20, seed=9)
         assert samples.input_ids.shape == (20, split.length)
+        assert split.sample(20, seed=9).input_ids.equal(samples.input_ids)
+        assert not split.sample(20, seed=8).input_ids.equal(samples.input_ids)
         assert samples.input_ids.max() < task.vocab_size == split.vocab_size
         assert split.score(perfect(samples.labels), samples.labels)[task.metric] == 0.0
         mask = samples.labels != -100

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from heedful_lab.tasks.background import Background
 from heedful_lab.tasks.facts import FACTS, MOST_FACTS, WORDS, fact_texts
 from heedful_lab.tasks.needles import CITIES
@@ -54,8 +52,3 @@ def test_nothing_of_the_evaluation_is_trained_on():
     templates = " ".join(str(fact) for fact in FACTS).lower()
     assert "magic number" not in templates
     assert not set(CITIES) & set(WORDS["town"])
-
-
-def test_a_length_without_room_is_refused():
-    with pytest.raises(ValueError, match="length must be a whole number of at least 256"):
-        texts(1, length=100)

@@ -173,24 +173,6 @@ def test_a_row_to_be_read_is_short_and_whole():
     assert len(Recall().tokens(ids)) == len(ids)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"names": 1}, "names must be a whole number from 2 to 12, got 1"),
-        ({"pool": 27}, "pool must be a whole number from 2 to 26, got 27; names are single"),
-        ({"questions": 5}, r"questions must be at most names // 2 = 4, .* got 5"),
-        ({"references": 0}, "references must be a whole number of at least 1, got 0"),
-        ({"queries": "recnt"}, "queries must be one of .* did you mean 'recent'"),
-        ({"retold": 2}, "names and retold must make at most 12 values, .*, got 16"),
-        ({"length": 100}, r"length must be at least \d+ for 8 names"),
-        ({"length": 0}, "length must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_bad_configurations(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Recall(**fields)
-
-
 def test_the_least_length_in_the_message_always_suffices():
     few = {"names": 4, "references": 2, "questions": 2}
     with pytest.raises(ValueError) as refused:

@@ -114,21 +114,6 @@ def test_sizes_follow_from_cut(corpus):
     assert Spans(corpus).cut(None, "byte") == Spans(corpus)
 
 
-WRONG = {
-    "length must be a whole number of at least 2, got 1": {"length": 1},
-    "noise must lie between 0 and 1.0, got 1": {"noise": 1},
-    "noise must lie between 0 and 1.0, got True": {"noise": True},
-    "mean_span must lie between 0 and inf, got 0": {"mean_span": 0},
-    "tokenizer must be one of 'byte', 'bpe', got 'word'": {"tokenizer": "word"},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_fields_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        Spans(**WRONG[message])
-
-
 def test_a_saved_tokenizer_makes_the_rows(corpus):
     for options in ({}, {"tokenizer": "bpe", "text_vocab_size": 280}):
         task = Spans(corpus, length=40, **options)

@@ -95,17 +95,3 @@ def test_longer_reports_have_as_many_facts():
     assert task.length == 1024 and task.target_length == Summarise().target_length
     assert torch.equal(task.sample(3, 1).labels, task.sample(3, 1).labels)
     assert task.sample(30, 1).input_ids.shape[1] > 950
-
-
-WRONG = {
-    "facts must be a whole number from 1 to 192, got 0": {"facts": 0},
-    "salient must be a whole number from 1 to 5, got 13; they are among the facts": {
-        "salient": 13},
-    "length must be at least 39 for reports of 5 facts, got 38": {"length": 38},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_fields_are_refused(message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Summarise(**WRONG[message])

@@ -1,6 +1,5 @@
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,13 +45,6 @@ def test_rows(task):
     for ids in samples.input_ids:
         if ids[1:].ne(task.bos).all():
             assert task.decode(ids).strip("�") in source
-
-
-def test_deterministic_in_seed(task):
-    again = replace(task)
-    assert again == task and "_corpus" not in again.__dict__
-    assert task.sample(32, 5).input_ids.equal(again.sample(32, 5).input_ids)
-    assert not task.sample(32, 5).input_ids.equal(task.sample(32, 6).input_ids)
 
 
 def test_whole_documents_are_held_out(task):
@@ -154,47 +146,6 @@ def test_configuration_is_a_value(folder):
     assert hash(Text(paths=[Path(folder)])) == hash(Text(paths=(folder,)))
     assert Text(tokenizer="bpe").vocab_size == 4096
     assert "_corpus" not in Text(paths=("nowhere",)).__dict__  # built without reading
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"paths": "a.txt"}, "paths must be a tuple of paths, got 'a.txt'; write paths=('a.txt',)"),
-        ({"length": 1}, "length must be a whole number of at least 2, got 1"),
-        ({"tokenizer": "word"}, "tokenizer must be one of 'byte', 'bpe', got 'word'"),
-        ({"part": "test"}, "part must be one of 'train', 'held-out', got 'test'"),
-        ({"vocab_size": 300}, 'vocab_size must be 257 (bytes and BOS) with tokenizer="byte"'),
-        ({"tokenizer": "bpe", "vocab_size": 257}, "vocab_size must be a whole number from 258 to"),
-        ({"limit_bytes": 0}, "limit_bytes must be a whole number of at least 1, got 0; use None"),
-    ],
-)
-def test_bad_configurations(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Text(**fields)
-
-
-@pytest.mark.usefixtures("no_shape_checks")
-def test_bad_calls(tmp_path):
-    file = tmp_path / "short.txt"
-    file.write_text("0123456789" * 2)
-    labels = torch.zeros(1, 4, dtype=torch.int64)
-    task = Text(paths=(str(file),), length=10)
-    assert task.sample(1, 0).input_ids.shape == (1, 10)
-    for call, message in [
-        (
-            task.held_out,
-            f"{file}: too short for sequences of length=10, as the held-out part has 2 tok",
-        ),
-        (lambda: task.sample(0, 0), "count must be a whole number of at least 1, got 0"),
-        (lambda: task.decode([-100]), "ids must lie in 0..256, got -100"),
-        (lambda: task.score(labels, labels), "losses must be floats in nats, got torch.int64"),
-        (lambda: task.score(labels[:, :2].float(), labels), "losses must have labels' shape"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
-    file.write_text("é")
-    with pytest.raises(ValueError, match=r"short\.txt: .* has 0 tokens; .* at most 1"):
-        Text(paths=(str(file),), length=10).sample(1, 0)
 
 
 def test_standard_library_is_the_default():

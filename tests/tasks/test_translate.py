@@ -156,24 +156,6 @@ def test_scores_are_those_of_the_texts():
     assert task.score(worse, labels)["bleu"] < 90
 
 
-WRONG = {
-    "clauses must be a whole number from 1 to 16, got 0": {"clauses": 0},
-    "part must be one of 'train', 'held-out', got 'test'": {"part": "test"},
-    "tokenizer='bpe' is for pairs of files": {"tokenizer": "bpe"},
-    "length must be a whole number of at least 2, got 1": {"paths": ("x",), "length": 1},
-    "vocab_size must be a whole number from 259": {
-        "paths": ("x",), "tokenizer": "bpe", "vocab_size": 256},
-    "vocab_size must be 258 here, got 300": {"paths": ("x",), "vocab_size": 300},
-    "paths must be a tuple of paths, got 'x'": {"paths": "x"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_fields_are_refused(message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Translate(**WRONG[message])
-
-
 def test_rows_of_a_generated_language_have_their_own_length():
     with pytest.raises(
         ValueError, match="length: sequences of Translate are as long as what they hold"

@@ -28,6 +28,21 @@ ModelDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     tyro.conf.arg(help="Of the model's weights and its computation; auto is that of the files."),
 ]
+TokenizerName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        help="A tokenizer's folder or name, by default the model's own; \"bytes\" for models of "
+        "bytes."
+    ),
+]
+AdapterName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="FOLDER",
+        help="An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL "
+        "opens the base that it names.",
+    ),
+]
 RECALL = "recall"
 """In place of a file of --data: generated facts in its texts, and questions about them."""
 

@@ -4,18 +4,24 @@ from heedful_lab.records.record import (
     HIGHER_IS_BETTER,
     METRICS,
     SHARES,
+    WHOLE,
     Record,
-    append_record,
-    read_numbered,
+    Sample,
+    UnderBudget,
     read_records,
 )
+from heedful_lab.records.store import append, read, read_numbered
 
 __all__ = [
     "HIGHER_IS_BETTER",
     "METRICS",
     "SHARES",
+    "WHOLE",
     "Record",
-    "append_record",
+    "Sample",
+    "UnderBudget",
+    "append",
+    "read",
     "read_numbered",
     "read_records",
 ]

@@ -45,9 +45,6 @@ th, td { padding: .3rem .9rem .3rem 0; text-align: left; white-space: nowrap;
   border-bottom: 1px solid var(--rule); }
 th { font-weight: 600; }
 .n { text-align: right; }
-.cost td:nth-child(n+4), .cost th:nth-child(n+4) { min-width: 10rem; }
-.bar { height: .4rem; border-radius: 1px; outline: 1px solid light-dark(transparent, #777);
-  print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
   gap: 1.2rem; align-items: start; }
 figure { margin: 0; max-width: 31rem; break-inside: avoid; }
@@ -72,9 +69,6 @@ summary { cursor: pointer; }
 @media (max-width: 36rem) {
   table { font-size: .8rem; }
   th, td { white-space: normal; padding-right: .6rem; }
-  .results th:nth-child(n+5), .results td:nth-child(n+5) { display: none; }
-  .cost td, .cost th { padding-right: .4rem; }
-  .cost td:nth-child(n+4), .cost th:nth-child(n+4) { min-width: 3.2rem; }
 }
 @media print {
   .theme { display: none; }

@@ -1,13 +1,12 @@
-"""Finished training runs, one JSON line each."""
+"""Results of training runs, under small caches, and answers of models."""
 
-import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from heedful.checks import UserError
-from heedful.files import append_line, read_each
+from heedful_lab.records.store import Entry, Points, read_numbered
 
 METRICS = {
     "error": "error",
@@ -32,11 +31,9 @@ SHARES = frozenset(
 )
 """Those that lie in 0..1 and are shown in percent."""
 
-Points = tuple[tuple[int, float], ...]
-
 
 @dataclass(frozen=True)
-class Record:
+class Record(Entry):
     """One finished training run: what was trained, what it cost and how it ended.
 
     Arguments:
@@ -58,6 +55,8 @@ class Record:
         device: where it was trained, such as `"cpu"` or `"cuda"`; `None` in older records.
     """
 
+    KIND: ClassVar[str] = "a record"
+
     task: str
     mechanism: str
     seed: int
@@ -76,31 +75,13 @@ class Record:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("task", "mechanism", "metric"):
-            if not isinstance(getattr(self, name), str):
-                raise UserError(f"{name} must be a text, got {getattr(self, name)!r}")
+        super().__post_init__()
         if self.metric not in METRICS:
             raise UserError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
-        for name in ("seed", "steps", "batch", "parameters"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise UserError(f"{name} must be a whole number, 0 or more, got {value!r}")
-        for name in ("final", "config", "environment"):
-            if not isinstance(getattr(self, name), dict):
-                raise UserError(f"{name} must be an object, got {getattr(self, name)!r}")
-        if not isinstance(self.device, str | None):
-            raise UserError(f"device must be a text or null, got {self.device!r}")
-        # One form whatever was given, and JSON null back to nan, so that a round trip is equal.
-        for name in ("curve", "loss_curve"):
-            object.__setattr__(self, name, _points(name, getattr(self, name)))
-        for name in ("tokens_per_second", "seconds", "peak_memory_mib"):
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
-        final = {str(name): _number("final", value) for name, value in self.final.items()}
-        object.__setattr__(self, "final", final)
-        if self.metric not in final and not self.splits:
+        if self.metric not in self.final and not self.splits:
             raise UserError(
                 f"final must hold a value of the metric {self.metric!r}, under that name or under "
-                f"the name of an evaluation split, got {final!r}"
+                f"the name of an evaluation split, got {self.final!r}"
             )
 
     @property
@@ -115,63 +96,6 @@ class Record:
             return self.final[self.metric]
         return next(iter(self.splits.values()))
 
-    def to_json(self) -> str:
-        """The record as one line of JSON without the newline; what is not finite becomes null."""
-        return json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> "Record":
-        """The record that `to_json` wrote; unknown and missing fields raise."""
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"not JSON: {getattr(error, 'msg', error)}") from error
-        if not isinstance(data, dict):
-            raise UserError(f"a record must be a JSON object, got {type(data).__name__}")
-        fields = dataclasses.fields(cls)
-        if unknown := sorted(data.keys() - {f.name for f in fields}):
-            raise UserError(f"a record has no field {', '.join(unknown)}")
-        missing = dataclasses.MISSING
-        needed = {f.name for f in fields if f.default is f.default_factory is missing}
-        if absent := sorted(needed - data.keys()):
-            raise UserError(f"a record needs {', '.join(absent)}")
-        return cls(**data)
-
-
-def _number(name: str, value) -> float:
-    if value is None:
-        return math.nan
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UserError(f"{name} must be a number or null, got {value!r}")
-    return float(value)
-
-
-def _points(name: str, values) -> Points:
-    try:
-        pairs = [(step, value) for step, value in values]
-    except (TypeError, ValueError):
-        raise UserError(f"{name} must be pairs of step and value, got {values!r:.40}") from None
-    for step, _ in pairs:
-        if not isinstance(step, int) or isinstance(step, bool):
-            raise UserError(f"{name} must count steps in whole numbers, got {step!r}")
-    return tuple((step, _number(name, value)) for step, value in pairs)
-
-
-def _finite(value):
-    """`value` as JSON can hold it: nan and infinity as None, whatever is foreign as its text."""
-    if isinstance(value, dict):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
-
-
-def append_record(path: str | Path, record: Record) -> None:
-    """Add one line to `path`, as `heedful.files.append_line` does."""
-    append_line(path, record.to_json())
-
 
 def read_records(path: str | Path) -> list[Record]:
     """The records of a `results.jsonl`.
@@ -181,9 +105,92 @@ def read_records(path: str | Path) -> list[Record]:
     Raises:
         ValueError: if any other line is not a record; names the file and the line.
     """
-    return [record for _, record in read_numbered(path)]
+    return [record for _, record in read_numbered(path, Record)]
 
 
-def read_numbered(path: str | Path) -> list[tuple[int, Record]]:
-    """As `read_records`, each record with the number of its line."""
-    return read_each(path, Record.from_json, "a record")
+WHOLE = "whole"
+"""The policy of a cache that keeps everything."""
+
+
+@dataclass(frozen=True)
+class UnderBudget(Entry):
+    """One trained model's score under one policy and budget.
+
+    Arguments:
+        task, mechanism, seed: which run's model.
+        policy: name of the policy, or `WHOLE`.
+        tokens: how many each layer may hold.
+        length: tokens of a sequence.
+        metric: what `final` measures, lower is better.
+        final: value by evaluation split, the judged one first.
+        peak_bytes: the most that the caches of one sequence held, measured from their tensors.
+        bf16_bytes: of a full cache of the same tokens in bfloat16, keys and values without reserve.
+        rows: how many sequences were scored.
+        environment: commit, machine, versions, date and command.
+    """
+
+    KIND: ClassVar[str] = "a score"
+
+    task: str
+    mechanism: str
+    seed: int
+    policy: str
+    tokens: int
+    length: int
+    metric: str
+    final: dict[str, float]
+    peak_bytes: float
+    bf16_bytes: int
+    rows: int
+    environment: dict
+
+    @property
+    def key(self) -> tuple[str, str, int, str, int]:
+        return self.task, self.mechanism, self.seed, self.policy, self.tokens
+
+    @property
+    def compression(self) -> float:
+        """Ratio of the full bfloat16 cache to the peak of this one."""
+        return self.bf16_bytes / self.peak_bytes
+
+    @property
+    def value(self) -> float:
+        """Value that it is judged by."""
+        return next(iter(self.final.values()))
+
+
+@dataclass(frozen=True)
+class Sample(Entry):
+    """One model's answer to one sample of a task.
+
+    Arguments:
+        model: its name.
+        cache: what its cache may hold, such as `"streaming-llm 256"`; `""` is everything.
+        task: such as `"needles"`.
+        key: names the sample within its task.
+        digest: of the exact question.
+        cell: what the sample is one of several of, such as `{"length": 1024}`.
+        values: numbers by name: `right` (0 or 1), `error`, or `nats` with `tokens` and `bytes`.
+        reply: what was written, where something was.
+        expected: what is right, where it is a text.
+        identity: of the model, with its adapter, and of its cache; empty in older files.
+    """
+
+    KIND: ClassVar[str] = "a sample"
+
+    model: str
+    cache: str
+    task: str
+    key: str
+    digest: str
+    cell: dict
+    values: dict[str, float]
+    reply: str | None = None
+    expected: str | None = None
+    curve: dict[str, list[float]] = field(default_factory=dict)
+    identity: str = ""
+
+    @property
+    def entry(self) -> tuple[str, str]:
+        """The model and what its cache may hold."""
+        return self.model, self.cache

@@ -118,18 +118,6 @@ def test_a_killed_run_goes_on_from_the_last_save(tmp_path):
     assert resumed.tokens_per_second > 0 and resumed.seconds > 0
 
 
-def test_a_damaged_checkpoint_costs_its_steps_alone(whole, tmp_path):
-    parts = tmp_path / "parts"
-    killed_at(8, parts, HYPERPARAMETERS, save_seconds=0)
-    weights = parts / "checkpoint-7" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    steps = []
-    with pytest.warns(UserWarning, match="cut short|going on from step 6"):
-        resumed = trained(parts, progress=lambda step, _: steps.append(step))
-    assert steps[0] == 7
-    assert_same(resumed, whole)
-
-
 def test_the_memory_loss_trains_another_model_that_needs_less(whole, with_loss, tmp_path):
     plain, with_it = whole, with_loss
     assert plain.loss_curve[0] == with_it.loss_curve[0], "losses are told without the term"
@@ -164,26 +152,6 @@ def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
         torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-7)
 
 
-def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(with_loss, tmp_path):
-    steps = []
-    with pytest.raises(Stopped):
-        trained(
-            tmp_path, memory_loss=0.1, progress=lambda *step: steps.append(step),
-            should_stop=lambda: len(steps) > 4,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match=r"another run: memory_loss was 0\.1 and is absent now"):
-        trained(tmp_path)
-    assert_same(trained(tmp_path, memory_loss=0.1), with_loss)
-
-
-def test_a_model_that_reports_no_memory_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must have layers that report memory"):
-        trained(tmp_path / "run", mechanism=Standard(), memory_loss=0.1)
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="memory_loss must be a number of at least 0"):
-        trained(tmp_path / "run", memory_loss=-1)
-
-
 def test_another_run_s_state_is_refused_by_what_differs(tmp_path):
     killed_at(3, tmp_path, HYPERPARAMETERS, save_seconds=0)
     with pytest.raises(ValueError, match=r"holds the state of another run: seed was 0 and is 1"):
@@ -207,21 +175,6 @@ def test_a_changed_text_is_another_run(tmp_path):
     text.write_text("heed the heedful, and need the needful. " * 20)
     with pytest.raises(ValueError, match="another run: rows was"):
         begin()
-
-
-def test_a_full_disk_is_reported_and_costs_no_earlier_save(tmp_path, monkeypatch):
-    killed_at(4, tmp_path, HYPERPARAMETERS, save_seconds=0)
-
-    def full(*_):
-        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"state cannot be saved in "):
-        patch.setattr(torch, "save", full)
-        trained(tmp_path, save_seconds=0)
-    steps = []
-    with pytest.warns(UserWarning, match="cut short|going on from step 3"):
-        trained(tmp_path, progress=lambda step, _: steps.append(step))
-    assert steps[0] == 4
 
 
 def test_a_diverged_model_is_reported(tmp_path):
@@ -261,22 +214,3 @@ def test_an_untrained_model_scores_as_chance(tmp_path):
             parameter.zero_()
     perplexity = score(model, task.evaluations()["held-out"], HYPERPARAMETERS)["perplexity"]
     assert math.isclose(perplexity, task.vocab_size, rel_tol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Size(hidden=33, heads=2), "hidden must be an even multiple of heads"),
-        (lambda: Size(layers=0), "layers must be a whole number of at least 1, got 0"),
-        (lambda: Hyperparameters(steps=0), "steps must be a whole number of at least 1, got 0"),
-        (lambda: Hyperparameters(batch="8"), "batch must be a whole number of at least 1, got '8'"),
-        (
-            lambda: Hyperparameters(learning_rate=-1.0),
-            "learning_rate must be a positive number, got -1.0",
-        ),
-        (lambda: Hyperparameters(mechanism_rate=None), "mechanism_rate must be a positive number"),
-    ],
-)
-def test_wrong_sizes_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,6 +1,5 @@
 """Small encoder-decoders on tasks with a source and a target: trained, scored, shown, resumed."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -15,11 +14,10 @@ import heedful
 import heedful_lab.commands.compare.run as room
 from heedful.nn import Selective, Standard
 from heedful.training.losses import MemoryLoss
-from heedful.training.run import Stopped
-from heedful_lab.cli import write_page
 from heedful_lab.commands.compare import setups as settings
 from heedful_lab.commands.compare.findings import findings, further, summarise
 from heedful_lab.commands.compare.options import Comparison
+from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.scoring import score, write
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful_lab.commands.models import open_model
@@ -28,7 +26,7 @@ from heedful_lab.tasks import Spans, Summarise, Translate
 from heedful_lab.tasks.translate import bleu, text_error
 from helpers.command_line import change_setups, refusal, status_of
 
-compare = partial(room.compare, show=write_page)  # as the command does
+compare = partial(room.compare, show=write_report)  # as the command does
 SIZE = Size(16, 2, 2)
 COMPARISON = Comparison(
     tasks=("translate", "summarise", "spans"), mechanisms=("standard", "selective"), steps=4,
@@ -154,28 +152,6 @@ def test_padding_teaches_nothing():
         torch.testing.assert_close(p.grad, together[name], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.slow
-def test_a_stopped_comparison_goes_on(finished, tmp_path, caplog):
-    """Within a run of a selective model, and between two runs; everything ends as without."""
-    _, whole = finished
-    for steps, there in ((6, 1), (9, 3)):  # each run has 4; 2 are left of the second
-        calls = iter(range(1000))
-
-        def stop(calls=calls, steps=steps) -> bool:
-            return next(calls) + 1 >= steps
-
-        with pytest.raises(Stopped):
-            compare(COMPARISON, tmp_path, stop)
-        assert len(read_records(tmp_path / "results.jsonl")) == there
-    records = compare(COMPARISON, tmp_path)
-    assert "missing keys" not in caplog.text, "tied weights are there under one of their names"
-    assert len(records) == len(whole) == 6
-    for record, expected in zip(records, whole, strict=True):
-        assert (record.final, record.curve, record.loss_curve) == (
-            expected.final, expected.curve, expected.loss_curve,
-        )  # fmt: skip
-
-
 def test_the_memory_loss_of_padded_targets_is_that_of_the_rows_alone():
     """Per token of the targets, as `heedful.MemoryLoss` says; and compare trains with it."""
     model, rows, memory_sum = text_model(Selective()), Translate().sample(4, 1), 0.0
@@ -250,31 +226,6 @@ def test_a_bad_line_of_pairs_is_one_clean_line(line, tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-WRONG = {
-    "data is read by the tasks text, spans, translate, summarise: add one": {
-        "tasks": ("copy",), "data": ("x",)},
-    "data are texts for text and spans, and pairs for translate and summarise: compare spans, "
-    "translate in two calls": {"tasks": ("spans", "translate"), "data": ("x",)},
-    "tokenizer is for the tasks text and spans, and for translate and summarise with data": {
-        "tasks": ("translate",), "tokenizer": "bpe"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_options_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        Comparison(**WRONG[message])
-
-
-def test_options_that_fit_are_taken():
-    for options in (
-        {"tasks": ("spans", "text"), "tokenizer": "bpe", "data": ("x",)},
-        {"tasks": ("summarise", "copy"), "tokenizer": "bpe", "data": ("x",)},
-        {"tasks": ("spans", "translate"), "tokenizer": "bpe"},
-    ):
-        assert Comparison(**options)
-
-
 def run(mechanism: str, seed: int, value: float) -> Record:
     final = {"held-out": value, "error": 1 - value / 100, "loss": 2.0}
     return Record("translate", mechanism, seed, "bleu", 1, 1, 1, final)
@@ -288,14 +239,6 @@ def test_of_bleu_more_is_better():
     (table,) = further(records)
     assert "error" in table and "59.5 % ± 0.7" not in table and "59.5 ± 0.7 %" in table
     assert "BLEU" not in table  # what they are judged by stands in the first table
-
-
-def test_a_diverged_encoder_decoder_is_a_result(tmp_path, monkeypatch):
-    change_setups(monkeypatch, learning_rate=1e30)
-    comparison = replace(COMPARISON, tasks=("translate",), mechanisms=("standard",), steps=8)
-    with pytest.warns(UserWarning, match=r"translate · standard · seed 0: the model diverged"):
-        (record,) = compare(comparison, tmp_path)
-    assert math.isnan(record.value) and json.loads(record.to_json())["final"]["bleu"] is None
 
 
 def test_tasks_of_both_kinds_fit_their_models():

@@ -1,7 +1,6 @@
 """`heedful compare --budgets`: trained models under small caches, and what the page says of it."""
 
 import inspect
-import json
 import math
 import warnings
 from dataclasses import replace
@@ -16,23 +15,18 @@ import heedful_lab.commands.compare.run as room
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.look import cached_over_time
 from heedful.nn import HeadShape, Selective, Standard
-from heedful_lab.cli import write_page
+from heedful_lab.commands.compare import figures
 from heedful_lab.commands.compare import options as comparison
+from heedful_lab.commands.compare.findings import budget_tables
 from heedful_lab.commands.compare.options import LEAST_TOKENS, Comparison
+from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
 from heedful_lab.commands.compare.setups import chosen_setups
-from heedful_lab.commands.compare.small_cache_tables import (
-    CacheExhibit,
-    cache_picture,
-    pictures,
-    tables,
-)
 from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
-from heedful_lab.records import read_records
-from heedful_lab.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
+from heedful_lab.records import WHOLE, UnderBudget, read, read_records
 from heedful_lab.tasks import Recall, Text
 
-compare = partial(room.compare, show=write_page)  # as the command does
+compare = partial(room.compare, show=write_report)  # as the command does
 TEXT = Comparison(
     tasks=("text",), mechanisms=("standard", "selective", "local-global", "mta"), steps=2, batch=2,
     length=64, hidden=16, layers=4, heads=2, memory_loss=0.1, budgets=(0.5, 14), device="cpu",
@@ -64,7 +58,7 @@ def peak_token_by_token(model, ids: torch.Tensor, eviction) -> int:
 @pytest.mark.slow
 def test_every_policy_is_scored_at_every_budget(finished):
     _, out = finished
-    scored = read_budgeted(out / "budgets.jsonl")
+    scored = read(out / "budgets.jsonl", UnderBudget)
     keys = {(x.mechanism, x.policy, x.tokens) for x in scored}
     assert len(keys) == len(scored)
     general = {"StreamingLLM", "TOVA", "H2O", "SnapKV", "Random"}
@@ -83,7 +77,7 @@ def test_every_policy_is_scored_at_every_budget(finished):
 def test_the_whole_cache_scores_what_the_run_did(finished):
     _, out = finished
     final = {r.mechanism: r.final["held-out"] for r in read_records(out / "results.jsonl")}
-    for x in read_budgeted(out / "budgets.jsonl"):
+    for x in read(out / "budgets.jsonl", UnderBudget):
         if x.policy == WHOLE:
             assert x.value == pytest.approx(final[x.mechanism], rel=1e-5)
 
@@ -91,7 +85,9 @@ def test_the_whole_cache_scores_what_the_run_did(finished):
 @pytest.mark.slow
 def test_bytes_are_those_of_a_real_cache(finished):
     _, out = finished
-    scored = {(x.mechanism, x.policy, x.tokens): x for x in read_budgeted(out / "budgets.jsonl")}
+    scored = {
+        (x.mechanism, x.policy, x.tokens): x for x in read(out / "budgets.jsonl", UnderBudget)
+    }
     for name, policy, tokens in (("standard", StreamingLLM, 14), ("selective", MostHidden, 32)):
         folder = "text-standard-0" if name == "standard" else "text-selective-0"
         model = heedful.load(out / "models" / folder)
@@ -115,11 +111,12 @@ def test_compression_is_counted_against_a_full_cache_in_bf16():
     line = scored_as(model, ("text", "standard", 0), task, policy, ({"held-out": 9.0}, 500.0, 3))
     assert line.bf16_bytes == expected
     whole = replace(line, policy=WHOLE, tokens=40, peak_bytes=2.0 * expected)
-    table = tables([whole, line], markdown=True)
-    assert "text, held-out: perplexity, and × smaller than bf16" in table
-    assert f"| standard | StreamingLLM | 9.00 (0.5 ×) | 9.00 ({expected / 500:.1f} ×) |" in table
-    (picture,) = pictures([whole, line, replace(line, policy="TOVA", peak_bytes=1000.0)])
-    (axes,) = picture[0].axes
+    (table,) = budget_tables([whole, line])
+    assert table.title == "text, held-out: perplexity, and × smaller than bf16"
+    evicted = f"9.00 ({expected / 500:.1f} ×)"
+    assert table.body == [["standard", "StreamingLLM", "9.00 (0.5 ×)", evicted]]
+    scored = [whole, line, replace(line, policy="TOVA", peak_bytes=1000.0)]
+    (axes,) = figures.under_budgets(scored, "standard", "held-out").axes
     drawn = {round(x, 6) for curve in axes.lines for x in curve.get_xdata()}
     assert {0.5, expected / 500, expected / 1000} <= drawn
     assert "× smaller than bf16" in axes.get_xlabel()
@@ -148,7 +145,7 @@ def test_the_same_command_adds_what_is_missing_and_nothing_else(finished):
     ):
         compare(replace(comparison, budgets=(0.5, 14, 20)), out)
     assert all(UnderBudget.from_json(line) for line in path.read_text().splitlines())
-    values = {x.key: x.value for x in read_budgeted(path)}
+    values = {x.key: x.value for x in read(path, UnderBudget)}
     old = {x.key: x.value for x in map(UnderBudget.from_json, before.splitlines())}
     assert old.items() <= values.items()
     assert {key[-1] for key in values.keys() - old.keys()} == {20}
@@ -162,10 +159,9 @@ def test_the_page_shows_it(finished):
     assert "text, held-out: perplexity, and × smaller than bf16" in page
     assert page.count("against the compression of its KV cache") >= 4 * 2
     assert "what each layer&#x27;s cache holds in the course of a sequence" in page
-    scored = read_budgeted(out / "budgets.jsonl")
-    table = tables(scored, markdown=True)
-    assert "| selective | MostHidden | " in table and "| 32 tokens | " in table
-    assert len(pictures(scored)) == 4
+    (table,) = budget_tables(read(out / "budgets.jsonl", UnderBudget))
+    assert "32 tokens" in table.head
+    assert ["selective", "MostHidden"] in [row[:2] for row in table.body]
 
 
 def test_a_hybrids_layers_are_local_but_for_every_fourth():
@@ -206,10 +202,8 @@ def test_cached_tokens_are_drawn_over_time():
         assert not map_.triu(1).any()
         assert map_.sum(1).tolist() == [*range(1, 14), *[13] * 27]
         assert map_[:, :4].tril().sum(0).tolist() == [40, 39, 38, 37]  # the sinks
-    figure, text = cache_picture(CacheExhibit("text", "selective", "MostHidden", 14, maps))
-    titles = [axes.get_title() for axes in figure.axes]
+    titles = [axes.get_title() for axes in figures.cached(maps).axes]
     assert titles == ["layer 0: 13 of 40 at the end", "layer 1: 13 of 40 at the end"]
-    assert "under MostHidden with 14 tokens" in text
 
 
 def test_budgets_that_nothing_can_be_scored_under_are_refused():
@@ -238,49 +232,9 @@ def test_the_least_budget_is_that_of_the_policies():
     assert "layer holds at least 13" in inspect.getsource(comparison)
 
 
-WRONG = {
-    "budgets above 1 are whole numbers of tokens, at least 13 .*, got 14.5": {
-        "tasks": ("text",), "budgets": (0.5, 14.5)},
-    "budgets above 1 are whole numbers of tokens, at least 13 .*, got 12": {
-        "tasks": ("recall",), "budgets": (12,)},
-    "budgets must be shares of a sequence such as 0.25, or numbers of tokens above 1, got -1": {
-        "tasks": ("text",), "budgets": (-1,)},
-    "budgets are for the tasks text and recall": {"tasks": ("parity",), "budgets": (0.5,)},
-    "length must be a whole number of at least 1, got 0": {"length": 0},
-    "tokenizer must be one of 'byte', 'bpe', got 'bp'; did you mean 'bpe'": {"tokenizer": "bp"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_options_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        Comparison(**WRONG[message])
-
-
 def test_rows_of_other_tasks_have_their_own_length(tmp_path):
     with pytest.raises(
         ValueError, match="length: sequences of Blocks are as long as what they hold"
     ):
         compare(Comparison(tasks=("blocks",), length=64), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_records_of_a_file_that_was_cut_off_are_read(tmp_path):
-    path = tmp_path / "budgets.jsonl"
-    line = UnderBudget("text", "m", 0, WHOLE, 64, 64, "perplexity", {"x": 2.0}, 9.0, 8, 3, {})
-    path.write_text(line.to_json() + "\n" + line.to_json()[:40])
-    with pytest.warns(UserWarning, match="left out a last line that was cut off"):
-        assert read_budgeted(path) == [line]
-    assert json.loads(line.to_json())["final"] == {"x": 2.0}
-    with pytest.warns(UserWarning, match="removed a last line that was cut off"):
-        append_budgeted(path, replace(line, seed=1))
-    assert read_budgeted(path) == [line, replace(line, seed=1)]
-    path.write_text(line.to_json() + "\n" + '{"task": "text"}\n')
-    with pytest.raises(ValueError, match=r"budgets.jsonl, line 2: not a score .*delete the line"):
-        read_budgeted(path)
-    older = {key: x for key, x in json.loads(line.to_json()).items() if key != "bf16_bytes"}
-    path.write_text(json.dumps(older) + "\n")
-    with pytest.raises(ValueError, match=r"line 1.*an older version.*name another folder"):
-        read_budgeted(path)
-    assert json.loads(path.read_text()) == older
-    assert read_budgeted(tmp_path / "none") == []

@@ -12,10 +12,10 @@ import heedful
 from heedful_lab.commands.evaluate import run as runner
 from heedful_lab.commands.evaluate.harness import HarnessResult
 from heedful_lab.commands.evaluate.numbers import summed_up
-from heedful_lab.commands.evaluate.options import WRITTEN, Evaluation
-from heedful_lab.commands.evaluate.run import EvaluationPlan, evaluate, export
+from heedful_lab.commands.evaluate.options import Evaluation
+from heedful_lab.commands.evaluate.run import evaluate, export
 from heedful_lab.commands.models import open_model
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from helpers.evaluations import evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
@@ -184,8 +184,3 @@ def test_the_harness_refuses_what_it_would_cut(tmp_path, ended, exported):
                 lm_eval_tasks=(str(exported),),
             )
         )  # fmt: skip
-
-
-def test_written_tasks_are_those_that_can_be_exported():
-    assert set(WRITTEN) == {"needles", "babilong"}
-    assert EvaluationPlan._fields == ("name", "tokenizer", "items")

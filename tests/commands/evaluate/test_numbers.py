@@ -20,7 +20,7 @@ from heedful_lab.commands.evaluate.numbers import (
     wilson,
 )
 from heedful_lab.commands.evaluate.page import by_position, shares, write_evaluation
-from heedful_lab.records.samples import Sample, append_samples, read_samples
+from heedful_lab.records import Sample
 
 
 def sample(key, model="a", task="needles", digest="x", cell=None, cache="", curve=None, **values):
@@ -141,28 +141,6 @@ def test_parts_have_lines_of_their_own():
     ]  # fmt: skip
     large = sample(0, task="lambada", cell={}, right=0.0, nats=20.0)
     assert "4.852e+08" in evaluated_table(summed_up([large]))
-
-
-def test_samples_are_what_was_written(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    assert read_samples(path) == []
-    samples = list(rights("101").values())
-    append_samples(path, samples[:2])
-    append_samples(path, samples[2:])
-    assert read_samples(path) == samples
-    with open(path, "ab") as file:
-        file.write(b'{"model": "a", "ca')
-    with pytest.warns(UserWarning, match="left out a last line that was cut off"):
-        assert read_samples(path) == samples
-    with pytest.warns(UserWarning, match="removed a last line that was cut off"):
-        append_samples(path, samples[:1])
-    assert read_samples(path) == [*samples, samples[0]]
-    path.write_text('{"model": 1}\n' + path.read_text())
-    with pytest.raises(ValueError, match=r"samples\.jsonl, line 1: not a sample"):
-        read_samples(path)
-    for values in ({"right": "yes"}, {"right": True}):
-        with pytest.raises(ValueError, match="values must be numbers"):
-            sample(0, **values)
 
 
 def test_heat_maps_and_positions_by_hand(tmp_path):

@@ -13,7 +13,7 @@ from heedful.hf import conversion_of, load
 from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.budgets import write_budgets
 from heedful_lab.commands.evaluate.run import evaluate
-from heedful_lab.records.samples import read_samples
+from heedful_lab.records import Sample, read
 from helpers.evaluations import evaluation_of
 from helpers.families import stir
 from helpers.small_models import small
@@ -103,7 +103,7 @@ def test_another_seed_or_dtype_is_another_cache(tmp_path):
     int8 = evaluate(evaluation_of(tmp_path, cache_dtype="int8", **options))
     assert {x.cache for x in int8.samples} == {"", "int8", "random 16, int8"}
     path = tmp_path / "run" / "samples.jsonl"
-    identities = {x.identity for x in read_samples(path)}
+    identities = {x.identity for x in read(path, Sample)}
     assert len(identities) == 4 and all(len(x) == 16 for x in identities)
 
 

@@ -161,13 +161,6 @@ def test_another_run_s_folder_is_refused_by_what_differs(options):
     assert os.listdir("else") == ["notes.txt"]
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(options):
-    options = replace(options, learning_rate=1e30, warmup=0, schedule="constant", memory_loss=0.0)
-    with pytest.raises(ValueError, match=r"stopped being finite before step \d+.*no checkpoint"):
-        quietly(options)
-    assert not Path("run/model.safetensors").exists()
-
-
 def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(options, monkeypatch):
     with pytest.raises(Stopped):
         quietly(options, stop_after(4))
@@ -255,48 +248,21 @@ def test_a_trained_model_is_trained_on_with_another_mechanism(options):
         ({"model": "no/such/model"}, r"'no/such/model' cannot be opened"),
         ({"model": "vit.json"}, r"is of type 'vit', which has no model that predicts the next"),
         ({"data": ("gone.txt",)}, r"text 'gone\.txt' does not exist"),
-        ({"data": ("empty.txt",)}, r"text 'empty\.txt' is empty"),
-        ({"data": ("image.png",)}, r"'image\.png' is not UTF-8 at byte 0"),
         ({"data": ("short.txt",)}, r"data has \d+ tokens, too few for sequences of 32"),
-        ({"mechanism": ("selectve",)}, r"did you mean 'selective'"),
         ({"mechanism": ("mta",)}, r"must have layers that report memory"),
-        ({"mechanism": ("selective@7",)}, r"layers"),
         ({"vocabulary": 258}, r"more than 258 .*for byte pairs, got 258"),
         ({"tokenizer": "no/such/one"}, r"tokenizer 'no/such/one' cannot be read"),
-        ({"length": 65}, r"length must be at most 64"),
         ({"batch": 5, "accumulate": 2}, r"accumulate must divide the batch of 5 sequences"),
         ({"device": "cuda"}, r"torch sees no CUDA device"),
         ({"report_to": ("paper",)}, r"report_to=paper: paper is not supported, only"),
-        ({"report_to": ("swanlab",)}, r"report_to=swanlab: .*requires swanlab"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_nothing(options, change, message):
-    Path("empty.txt").write_text("")
     Path("short.txt").write_text("short")
-    Path("image.png").write_bytes(b"\x89PNG\r\n")
     Path("vit.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ValueError, match=message):
         quietly(replace(options, **change))
     assert not Path("run").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 0}, "steps must be a whole number of at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate must be a number above 0, got"),
-        ({"beta2": 1.0}, "beta2 must be a number above 0 below 1, got"),
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
-        ({"recipe": "mat"}, "recipe must be one of .*did you mean 'mta'"),
-        ({"memory_loss": -1}, "memory_loss must be a number of at least 0"),
-        ({"held_out": ("./text.txt",)}, "what is trained on tells nothing when it is scored"),
-        ({"held_out": (".",)}, "what is trained on tells nothing when it is scored"),
-        ({"mechanism": (), "where": ("encoder",)}, "where says where a mechanism stands"),
-    ],
-)
-def test_bad_options_are_refused(options, change, message):
-    with pytest.raises(ValueError, match=message):
-        replace(options, **change)
 
 
 def test_the_sizes_are_the_papers():

@@ -18,7 +18,6 @@ from heedful.testing import assert_matches_oracle, peak_memory_mib
 from heedful_lab.commands.bench.cases import Leaves, call, draw, exists, obstacle
 from heedful_lab.commands.bench.clock import milliseconds, peak_mib, spread
 from heedful_lab.commands.bench.options import Bench, sizes
-from heedful_lab.commands.bench.plot import plot
 from heedful_lab.records.environment import environment
 
 _CHECKED_TOKENS = 150
@@ -50,33 +49,32 @@ def bench(config: Bench) -> list[dict]:
         raise UserError(f"impls: none of {', '.join(config.impls)} can run these cases here")
     check(config, cases)
     about = environment()
+    sizes_of_run = {name: x for name, x in asdict(config).items() if name != "out"}
     records = []
     for tokens in config.lengths:
         for passed in config.passes:
             these = [case for case in cases if case.passed == passed]
             for record in _measure(config, tokens, these):
-                records.append(record | {"config": asdict(config), "environment": about})
+                records.append(record | {"config": sizes_of_run, "environment": about})
     return records
 
 
 def write(records: list[dict], out: Path) -> None:
-    """Write records to `out` as JSON lines, and a picture of them beside it (.svg).
+    """Write records to `out` as JSON lines.
 
     Raises:
         ValueError: as `check_new`.
     """
     check_new(out)
     write_lines(out, records)
-    plot(records, out.with_suffix(".svg"))
 
 
 def check_new(out: Path) -> None:
-    """Raise unless records and their picture can be written without replacing anything."""
-    if not out.name or out.suffix == ".svg":
+    """Raise unless records can be written without replacing anything."""
+    if not out.name:
         raise UserError(f"out must be a file for JSON lines such as bench.jsonl, got {str(out)!r}")
-    for path in (out, out.with_suffix(".svg")):
-        if path.exists():
-            raise UserError(f"{path} is there already: choose another name for out, or delete it")
+    if out.exists():
+        raise UserError(f"{out} is there already: choose another name for out, or delete it")
     above = next(path for path in out.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"out={out}: {above} is not a writable folder; choose another")

@@ -1,7 +1,9 @@
 """The options of `heedful bench`; imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from heedful.checks import UserError, check_literals, check_whole
 
@@ -48,6 +50,8 @@ class Bench:
     """Timed calls of each case, taken in turn."""
     memory: bool = True
     """Also measure peak memory, each case in a process of its own."""
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the records here as JSON lines. A file that is there already is never replaced."""
 
     def __post_init__(self) -> None:
         check_literals(self)

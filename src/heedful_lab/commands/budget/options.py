@@ -11,6 +11,7 @@ from heedful_lab.commands.options import (
     EvictionName,
     ModelDevice,
     ModelDtype,
+    TokenizerName,
     check_device,
     check_eviction_name,
     is_users_policy,
@@ -57,8 +58,7 @@ class BudgetSearch:
     """Newest tokens that are never evicted."""
     trials: int = 120
     """The most budgets that are tried; 0: until nothing is left to try."""
-    tokenizer: str | None = None
-    """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
+    tokenizer: TokenizerName = None
     dtype: ModelDtype = "auto"
     device: ModelDevice = "auto"
     restart: bool = False

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.eviction.selection import check_policy
-from heedful.files import append_line, only_writer, write_whole
+from heedful.files import append_line, only_writer, read_each, write_whole
 from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.new import attention_modules, new_cache
@@ -285,10 +284,8 @@ class SearchLog:
         if restart or not path.exists():
             write_whole(path, json.dumps(identity) + "\n")
             return
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
         try:
-            first, *lines = [json.loads(line) for line in whole.splitlines()]
+            first, *lines = [line for _, line in read_each(path, json.loads, "a trial")]
             for line in lines:
                 if "budgets" in line:
                     key = (tuple(line["budgets"]), int(line.get("step", 1)))
@@ -309,9 +306,6 @@ class SearchLog:
                 f"{path} holds another search: {'; '.join(differences(first, identity))}; give the "
                 "same options to go on there, or --restart to search from the beginning"
             )
-        if len(whole) < len(data):
-            warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=2)
-            write_whole(path, whole)
 
     def add(self, budgets: Budgets, step: int, perplexity: float) -> None:
         """Write down one trial."""

@@ -1,15 +1,16 @@
 """Runs summed up over seeds: in numbers, as a table and in words."""
 
-import html
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from heedful.checks import UserError
-from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
+from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, WHOLE, Record, UnderBudget
 from heedful_lab.records.tables import format_table
+
+Format = Literal["text", "markdown", "html"]
 
 BASELINE = "standard"
 """The mechanism that every other one is compared with."""
@@ -28,9 +29,8 @@ RULE = (
 class Row(NamedTuple):
     """A mechanism on a task, summed up over its seeds.
 
-    `std` is the sample standard deviation, nan with one seed. `ratio` and `speed_ratio` are mean
-    and tokens per second over those of `"standard"`, nan where it was not run. `steps`, `batch` and
-    `devices` hold every value that occurs.
+    `std` is the sample standard deviation, nan with one seed. `ratio` is the mean over that of
+    `"standard"`, nan where it was not run. `steps`, `batch` and `devices` hold every value.
     """
 
     task: str
@@ -40,12 +40,9 @@ class Row(NamedTuple):
     values: tuple[float, ...]
     mean: float
     std: float
-    min: float
-    max: float
     ratio: float
     parameters: int
     tokens_per_second: float
-    speed_ratio: float
     peak_memory_mib: float
     steps: tuple[int, ...]
     batch: tuple[int, ...]
@@ -55,7 +52,7 @@ class Row(NamedTuple):
 def summarise(records: Iterable[Record]) -> list[Row]:
     """One row per task and mechanism, in the order in which they first occur.
 
-    A value that is not finite (a run that diverged) makes mean, deviation, least and greatest nan.
+    A value that is not finite (a run that diverged) makes mean and deviation nan.
     Tokens per second are the median over seeds, peak memory the greatest.
 
     Raises:
@@ -74,7 +71,8 @@ def summarise(records: Iterable[Record]) -> list[Row]:
             )
         task_rows = [_row(task, mechanism, runs) for mechanism, runs in mechanisms.items()]
         base = next((row for row in task_rows if row.mechanism == BASELINE), None)
-        rows += task_rows if base is None else [_against(row, base) for row in task_rows]
+        whole = base.mean if base is not None and base.mean else math.nan
+        rows += [row._replace(ratio=row.mean / whole) for row in task_rows]
     return rows
 
 
@@ -96,29 +94,14 @@ def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
         values=values,
         mean=statistics.fmean(values) if sound else math.nan,
         std=statistics.stdev(values) if sound and len(values) > 1 else math.nan,
-        min=min(values) if sound else math.nan,
-        max=max(values) if sound else math.nan,
         ratio=math.nan,
         parameters=max(record.parameters for record in runs),
         tokens_per_second=statistics.median(record.tokens_per_second for record in runs),
-        speed_ratio=math.nan,
         peak_memory_mib=max(record.peak_memory_mib for record in runs),
         steps=tuple(sorted({record.steps for record in runs})),
         batch=tuple(sorted({record.batch for record in runs})),
-        devices=tuple(sorted({_device(record) for record in runs})),
+        devices=tuple(sorted({record.device or "unknown" for record in runs})),
     )
-
-
-def _device(record: Record) -> str:
-    """Device of a run; of older records it is known if their machine had no GPU."""
-    machine = str(record.environment.get("machine", ""))
-    no_gpu = machine.endswith((", Linux", ", Darwin", ", Windows"))
-    return record.device or ("cpu" if no_gpu else "unknown")
-
-
-def _against(row: Row, base: Row) -> Row:
-    speed = row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else math.nan
-    return row._replace(ratio=row.mean / base.mean if base.mean else math.nan, speed_ratio=speed)
 
 
 def number(metric: str, value: float) -> str:
@@ -145,90 +128,79 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else "–"
 
 
-def spread(row: Row) -> str:
-    """Mean, deviation and number of seeds, as in `12.3 ± 4.0 % (3 seeds)`; one seed has no ±."""
-    count = f"({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
-    if not math.isfinite(row.mean):
-        diverged = sum(not math.isfinite(value) for value in row.values)
-        return f"{diverged} of {len(row.values)} diverged {count}"
-    mean = number(row.metric, row.mean)
-    if len(row.seeds) == 1:
-        return f"{mean} {count}"
-    mean, _, unit = mean.partition(" ")
-    std = number(row.metric, row.std).partition(" ")[0]
-    return f"{mean} ± {std}{' ' * bool(unit)}{unit} {count}"
-
-
-_LEFT = 3  # the first columns of a table are words, the others numbers
-
-
-def memory_label(rows: Sequence[Row]) -> str:
-    """Label of peak memory in these rows: without CUDA it is that of the whole process."""
-    devices = {device for row in rows for device in row.devices}
-    if devices == {"cuda"}:
-        return "GPU peak MiB"
-    return "peak MiB (process or GPU)" if devices & {"cuda", "unknown"} else "process peak MiB"
-
-
-def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
-    head = ("task", "mechanism", "final", "× standard", "parameters", "tokens/s")
-    return (*head, memory_label(rows))
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """The texts of a row of a table."""
-    return (
-        row.task,
-        row.mechanism,
-        f"{METRICS[row.metric]} {spread(row)}",
-        "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}",
-        f"{row.parameters:,}",
-        plain(row.tokens_per_second),
-        plain(row.peak_memory_mib),
-    )
-
-
-def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
-    """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
-    return format_table(_columns(rows), [cells(row) for row in rows], format, words=_LEFT)
-
-
-def further(
-    records: Iterable[Record], format: Literal["text", "markdown", "html"] = "text"
-) -> list[str]:
-    """A table for each task of what its runs recorded beside what they are judged by.
-
-    Means over seeds, with the sample standard deviation where there are several.
-    """
-    tables = []
-    records = list(records)
-    for task in dict.fromkeys(record.task for record in records):
-        runs = [record for record in records if record.task == task]
-        names = [name for name in METRICS if any(name in record.final for record in runs)]
-        names = [name for name in names if name != runs[0].metric]
-        body = []
-        for mechanism in dict.fromkeys(record.mechanism for record in runs):
-            own = [record for record in runs if record.mechanism == mechanism]
-            body.append((task, mechanism, *(_spread_of(name, own) for name in names)))
-        if names:
-            head = ("task", "mechanism", *(_headed(name) for name in names))
-            tables.append(format_table(head, body, format, words=2))
-    return tables
-
-
-def _headed(metric: str) -> str:
-    """A measure as the head of a column: those of which more is better say so."""
-    return METRICS[metric] + " (more is better)" * (metric in HIGHER_IS_BETTER)
-
-
-def _spread_of(metric: str, runs: Sequence[Record]) -> str:
-    values = [record.final.get(metric, math.nan) for record in runs]
-    if not all(map(math.isfinite, values)):
-        return "–"
+def spread(metric: str, values: Sequence[float]) -> str:
+    """Mean and sample standard deviation, as in `12.3 ± 4.0 %`; one value has no ±."""
     mean, _, unit = number(metric, statistics.fmean(values)).partition(" ")
     if len(values) > 1:
         mean = f"{mean} ± {number(metric, statistics.stdev(values)).partition(' ')[0]}"
     return f"{mean} {unit}".strip()
+
+
+def table(rows: Sequence[Row], format: Format = "text") -> str:
+    """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`.
+
+    Peak memory has a column if all runs were on a GPU: elsewhere it is that of the whole process.
+    """
+    head = ["task", "mechanism", "final", "× standard", "parameters", "tokens/s"]
+    gpu = all(row.devices == ("cuda",) for row in rows)
+    body = []
+    for row in rows:
+        ratio = "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}"
+        diverged = sum(not math.isfinite(value) for value in row.values)
+        final = (
+            f"{diverged} of {len(row.values)} diverged"
+            if diverged
+            else (spread(row.metric, row.values))
+        )
+        final = f"{METRICS[row.metric]} {final} ({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
+        cost = [f"{row.parameters:,}", plain(row.tokens_per_second), plain(row.peak_memory_mib)]
+        body.append([row.task, row.mechanism, final, ratio, *cost[: 2 + gpu]])
+    return format_table([*head, *["GPU peak MiB"] * gpu], body, format, words=3)
+
+
+def further(records: Sequence[Record], format: Format = "text") -> list[str]:
+    """A table for each task of what its runs recorded beside what they are judged by.
+
+    Bits per byte are left out, which order models with one tokenizer as perplexity does.
+    """
+
+    def columns(runs: list[Record]) -> dict[str, str]:
+        names = [name for name in METRICS if any(name in record.final for record in runs)]
+        return {x: x for x in names if x not in (runs[0].metric, "bits_per_byte")}
+
+    return _tables(records, columns, format)
+
+
+def by_split(records: Sequence[Record], format: Format = "text") -> list[str]:
+    """A table for each task that has several evaluation splits."""
+
+    def columns(runs: list[Record]) -> dict[str, str]:
+        splits = dict.fromkeys([x for record in runs for x in record.splits], runs[0].metric)
+        return splits if len(splits) > 1 else {}
+
+    return _tables(records, columns, format)
+
+
+def _tables(
+    records: Sequence[Record], columns: Callable[[list[Record]], dict[str, str]], format: Format
+) -> list[str]:
+    """By task, means of the named values of each mechanism, with the metrics that they are in."""
+    tables = []
+    for task in dict.fromkeys(record.task for record in records):
+        runs = [record for record in records if record.task == task]
+        metrics, body = columns(runs), []
+        for mechanism in dict.fromkeys(record.mechanism for record in runs):
+            cells = []
+            for name, metric in metrics.items():
+                values = [x.final.get(name, math.nan) for x in runs if x.mechanism == mechanism]
+                cells.append(spread(metric, values) if all(map(math.isfinite, values)) else "–")
+            body.append((task, mechanism, *cells))
+        labels = [
+            METRICS.get(x, x) + " (more is better)" * (x in HIGHER_IS_BETTER) for x in metrics
+        ]
+        if metrics:
+            tables.append(format_table(("task", "mechanism", *labels), body, format, words=2))
+    return tables
 
 
 def overview(records: Iterable[Record]) -> str:
@@ -242,13 +214,15 @@ def overview(records: Iterable[Record]) -> str:
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each task one sentence on what its runs show, and on what they do not.
 
-    The rule: two mechanisms differ only if both have at least two seeds and the worst seed
-    of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
-    the sentence says that no difference shows; with one seed, how the runs ended, and that this may
-    be luck. An error task is solved where every seed ends at or below 5 % error.
+    A last one if something was run with one seed.
+
+    The rule is `RULE`. Where no difference shows the sentence says so; with one seed, how runs
+    ended.
     """
     tasks = dict.fromkeys(row.task for row in rows)
-    return [_finding([row for row in rows if row.task == task]) for task in tasks]
+    sentences = [_finding([row for row in rows if row.task == task]) for task in tasks]
+    single = any(len(row.seeds) == 1 for row in rows)
+    return [*sentences, *["One seed may be luck; run more (--seeds 3)."] * single]
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -279,14 +253,10 @@ def _finding(rows: Sequence[Row]) -> str:
                 "shows at this size"
             )
         if alone:
-            ends = ", ".join(_ended(row) for row in [*alone, base])
-            parts.append(f"{ends}; one seed may be luck: run more (--seeds 3)")
+            parts.append(f"with one seed {_all([*alone, base])}")
     if "error" in rows[0].metric and not any(map(_solved, rows)):
         parts.append("no mechanism solved it" if len(rows) > 1 else "it was not solved")
-    if (
-        len({step for row in rows for step in row.steps}) > 1
-        or len({batch for row in rows for batch in row.batch}) > 1
-    ):
+    if len({(row.steps, row.batch) for row in rows}) > 1 or len(rows[0].steps + rows[0].batch) > 2:
         parts.append("the runs differ in steps or batch size and are not like for like")
     return f"{rows[0].task}: {'; '.join(parts)}."
 
@@ -302,20 +272,6 @@ def _beats(row: Row, other: Row) -> bool:
 
 def _solved(row: Row) -> bool:
     return "error" in row.metric and all(value <= SOLVED for value in row.values)
-
-
-def _ended(row: Row) -> str:
-    """Describe the end of a mechanism's runs, in words that need no table."""
-    if not math.isfinite(row.mean):
-        return f"{row.mechanism} diverged"
-    if "error" not in row.metric:
-        return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
-    names = {"error": "sequences", "answer_error": "answers", "fact_error": "facts"}
-    unit = names.get(row.metric, "tokens")
-    share = {0.0: f"no {unit}", 1.0: f"all {unit}"}.get(
-        row.mean, f"{number(row.metric, row.mean)} of {unit}"
-    )
-    return f"{row.mechanism} left {share} wrong"
 
 
 def configurations(records: Iterable[Record]) -> list[str]:
@@ -356,37 +312,38 @@ def _all(rows: Sequence[Row]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-_LONGEST = 600  # characters of a text that are shown
+class ScoreTable(NamedTuple):
+    """One task and split under small caches: models with a policy down, budgets across."""
+
+    title: str
+    head: list[str]
+    body: list[list[str]]
 
 
-class TextExhibit(NamedTuple):
-    """Texts of one trained model for some evaluation sources.
-
-    Arguments:
-        rows: of each the source, the target, and the model's text.
-    """
-
-    task: str
-    mechanism: str
-    rows: Sequence[tuple[str, str, str]]
-
-
-def text_tables(exhibits: Sequence[TextExhibit]) -> str:
-    """One task's sources, each with its target and what every model wrote."""
-    parts = []
-    for number, (source, reference, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("target", reference)]
-        for exhibit in exhibits:
-            text = exhibit.rows[number][2]
-            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
-        body = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
-            for name, text in lines
-        )
-        parts.append(f"<table>{body}</table>")
-    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
-    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
+def budget_tables(scored: Sequence[UnderBudget]) -> list[ScoreTable]:
+    """A table for each task and split of models under small caches."""
+    tables = []
+    for task in dict.fromkeys(x.task for x in scored):
+        those = [x for x in scored if x.task == task]
+        sizes = sorted({x.tokens for x in those if x.policy != WHOLE}, reverse=True)
+        head = ["model", "eviction", "full cache", *(f"{n} tokens" for n in sizes)]
+        for split in those[0].final:
+            title = f"{task}, {split}: {METRICS[those[0].metric]}, and × smaller than bf16"
+            body = []
+            for model in dict.fromkeys(x.mechanism for x in those):
+                own = [x for x in those if x.mechanism == model]
+                policies = [x for x in dict.fromkeys(x.policy for x in own) if x != WHOLE]
+                whole = _scored([x for x in own if x.policy == WHOLE], split)
+                for policy in policies or ["–"]:
+                    evicted = [x for x in own if x.policy == policy]
+                    by_size = ([x for x in evicted if x.tokens == n] for n in sizes)
+                    body.append([model, policy, whole, *(_scored(x, split) for x in by_size)])
+            tables.append(ScoreTable(title, head, body))
+    return tables
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+def _scored(seeds: Sequence[UnderBudget], split: str) -> str:
+    if not seeds:
+        return "–"
+    mean = statistics.fmean(x.final[split] for x in seeds)
+    return f"{number(seeds[0].metric, mean)} ({seeds[0].compression:.1f} ×)"

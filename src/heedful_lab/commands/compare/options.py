@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from heedful.checks import UserError, check_literals, check_whole
 from heedful_lab.commands.options import Device, check_memory_loss
@@ -78,6 +80,8 @@ class Comparison:
     tour: Literal["short", "full"] = "short"
     """Without --tasks: short is the default comparison, two and a half minutes on two CPU cores;
     full has the tasks blocks, assignment and text with all of their steps."""
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/compare"
+    """Folder for report.html, results.jsonl, config.json and the trained models."""
 
     def planned(self) -> dict[TaskName, int | None]:
         """The tasks, and how many steps they have here; `None` is each task's own number."""

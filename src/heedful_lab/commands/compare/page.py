@@ -3,60 +3,51 @@
 import html
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from heedful.checks import UserError
 from heedful.files import write_whole
 from heedful_lab.commands.compare import figures
-from heedful_lab.commands.compare import small_cache_tables as budgets
-from heedful_lab.commands.compare.figures import (
-    Exhibit,
-    HidingExhibit,
-    KernelExhibit,
-    MapExhibit,
-    MixExhibit,
-    array,
-    visible,
-)
 from heedful_lab.commands.compare.findings import (
-    BASELINE,
     RULE,
     Row,
-    TextExhibit,
     better,
+    budget_tables,
+    by_split,
     configurations,
     findings,
     further,
-    memory_label,
     number,
     plain,
     summarise,
     table,
-    text_tables,
 )
-from heedful_lab.commands.compare.small_cache_tables import CacheExhibit
 from heedful_lab.commands.inspect.patterns import kernel_pattern
-from heedful_lab.records import METRICS, Record
-from heedful_lab.records.budgeted import UnderBudget
+from heedful_lab.records import METRICS, Record, UnderBudget
 from heedful_lab.records.page import PAGE, picture, side_by_side
+from heedful_lab.records.tables import format_table
 
-_ORDER = (HidingExhibit, MapExhibit, KernelExhibit, MixExhibit)
-_STRONGEST = 12  # hidings listed below a sample
-_GONE = 0.01  # a hidden token is struck through where less than this of its weight is left
+if TYPE_CHECKING:
+    from heedful.hf.look import LayerLook
+    from heedful_lab.commands.compare.run import CacheHistory, ModelLook, ModelTexts
+
+_STRONGEST = 12  # pairs of tokens listed below a sample
+_GONE = 0.01  # a masked token is struck through where less than this of its weight is left
+_LONGEST = 600  # characters of a text that are shown
 
 
 def write_report(
     folder: str | Path,
     records: Sequence[Record],
-    exhibits: Sequence[Exhibit] = (),
     config: Mapping | None = None,
+    looks: Iterable["ModelLook"] = (),
     budgeted: Sequence[UnderBudget] = (),
-    caches: Sequence[CacheExhibit] = (),
-    texts: Sequence[TextExhibit] = (),
+    caches: Iterable["CacheHistory"] = (),
+    texts: Iterable["ModelTexts"] = (),
 ) -> Path:
     """Write `report.html` into `folder` and return its path.
 
@@ -66,72 +57,53 @@ def write_report(
     Arguments:
         folder: where to write; made if absent.
         records: the finished runs.
-        exhibits: kernels, head mixing, attention maps and hidden tokens to show per task.
         config: the configuration of the comparison, shown as it is.
+        looks: one sample each as trained models see it.
         budgeted: scores under small KV caches.
         caches: what small caches held in the course of a sequence.
         texts: what encoder-decoders make of evaluation sources.
 
     Raises:
-        ValueError: without records, or if an exhibit's arrays do not fit each other.
+        ValueError: without records.
     """
-    records = list(records)
+    records, inside, written = list(records), {}, {}
     if not records:
         raise UserError("records must hold at least one finished run, got none; train first")
-    exhibits = list(exhibits)
-    for exhibit in exhibits:
-        if not isinstance(exhibit, _ORDER):
-            raise UserError(
-                f"exhibits must hold {', '.join(kind.__name__ for kind in _ORDER)}, got "
-                f"{type(exhibit).__name__}"
-            )
-    small = _small_caches(budgeted, caches)
-    page = _page(records, exhibits, config or {}, small, list(texts))
-    path = Path(folder) / "report.html"
-    write_whole(path, page)
-    return path
-
-
-def _page(
-    records: list[Record],
-    exhibits: list[Exhibit],
-    config: Mapping,
-    small_caches: str,
-    texts: list[TextExhibit],
-) -> str:
+    for look in looks:
+        inside.setdefault(f"Inside: {look.task}", []).append(look)
+    for text in texts:
+        written.setdefault(f"Written: {text.task}", []).append(text)
     rows = summarise(records)
-    tasks = list(dict.fromkeys(r.task for r in records))
-    map_tasks = list(dict.fromkeys(e.task for e in exhibits))
-    colour = figures.colours([item.mechanism for item in (*records, *exhibits)])
-    sentences = "".join(
-        f"<li><b>{html.escape(task)}</b>{html.escape(text.removeprefix(task))}</li>"
-        for task, text in zip(tasks, findings(rows), strict=True)
-    )
+    by_task = {name: [r for r in records if r.task == name] for name in (r.task for r in records)}
+    colour = figures.colours([record.mechanism for record in records])
     sections = [
-        ("What it shows", f"<ul>{sentences}</ul><p class='note'>{html.escape(RULE)}</p>"),
-        ("Results", _results(rows, configurations(records)) + _further(records)),
-        ("Learning curves", _learning_curves(records, tasks, colour)),
-        ("Beyond the training distribution", _splits(records, tasks, colour)),
-        ("Cost", _cost(rows, colour)),
-        ("Under small KV caches", small_caches),
-        *(
-            (f"Inside: {task}", _gallery([e for e in exhibits if e.task == task], exhibits))
-            for task in map_tasks
-        ),
-        *(
-            (f"Written: {task}", text_tables([e for e in texts if e.task == task]))
-            for task in dict.fromkeys(e.task for e in texts)
-        ),
-        ("How it was run", _how(records, config)),
+        ("What it shows", _findings(rows)),
+        ("Results", _results(rows, records)),
+        ("Learning curves", _learning_curves(by_task, colour)),
+        ("Beyond the training distribution", _wide(by_split(records, "html"))),
+        ("Under small KV caches", _small_caches(budgeted, caches)),
+        *((title, _inside(models)) for title, models in inside.items()),
+        *((title, _written(models)) for title, models in written.items()),
+        ("How it was run", _how(records, config or {})),
     ]
     body = "\n".join(
         f"<section><h2>{html.escape(title)}</h2>\n{text}</section>"
         for title, text in sections
         if text
     )
-    title = html.escape(f"Attention compared: {', '.join(tasks)}")
-    lead = _lead(records, rows)
-    return PAGE.substitute(title=title, lead=lead, body=body, style="", script="")
+    title, lead = f"Attention compared: {', '.join(by_task)}", html.escape(_lead(records, rows))
+    page = PAGE.substitute(title=html.escape(title), lead=lead, body=body, style="", script="")
+    path = Path(folder) / "report.html"
+    write_whole(path, page)
+    return path
+
+
+def _wide(tables: Sequence[str]) -> str:
+    return "".join(f"<div class='wide'>{x}</div>" for x in tables)
+
+
+def _note(text: str) -> str:
+    return f"<p class='note'>{html.escape(text)}</p>"
 
 
 def _lead(records: list[Record], rows: list[Row]) -> str:
@@ -144,196 +116,180 @@ def _lead(records: list[Record], rows: list[Row]) -> str:
 
     mechanisms = list(dict.fromkeys(r.mechanism for r in records))
     tasks = list(dict.fromkeys(r.task for r in records))
-    text = (
+    parts = [
         f"{len(records)} training run{'s' * (len(records) > 1)}: {', '.join(mechanisms)} on "
-        f"{', '.join(tasks)}, {several(len(row.seeds) for row in rows)} "
-        f"seed{'s' * any(len(row.seeds) > 1 for row in rows)} each, "
-        f"{several(r.steps for r in records)} steps of {several(r.batch for r in records)} rows, "
-        f"models of {several(r.parameters for r in records)} parameters"
-    )
-    if machines := values_of("machine"):
-        text += f", on {', '.join(machines)}"
-    if commits := values_of("commit"):
-        text += f", commit {', '.join(commit[:12] for commit in commits)}"
-    if dates := values_of("date"):
-        text += f", {dates[0]}" if len(dates) == 1 else f", {dates[0]} to {dates[-1]}"
-    return html.escape(text) + "."
+        f"{', '.join(tasks)}",
+        f"{several(len(row.seeds) for row in rows)} "
+        f"seed{'s' * any(len(row.seeds) > 1 for row in rows)} each",
+        f"{several(r.steps for r in records)} steps of {several(r.batch for r in records)} rows",
+        f"models of {several(r.parameters for r in records)} parameters",
+    ]
+    parts += [f"on {', '.join(machines)}"] if (machines := values_of("machine")) else []
+    commits = [commit[:12] for commit in values_of("commit")]
+    parts += [f"commit {', '.join(commits)}"] if commits else []
+    dates = values_of("date")
+    parts += [" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else []
+    return f"{', '.join(parts)}."
 
 
-def _results(rows: list[Row], more: list[str]) -> str:
-    process = "that of the whole process, with interpreter and libraries"
-    kind = {"process peak MiB": process, "GPU peak MiB": "what torch had allocated on the GPU"}
+def _findings(rows: list[Row]) -> str:
+    items = []
+    for sentence in findings(rows):
+        task, colon, text = sentence.partition(": ")
+        about = f"<b>{html.escape(task)}</b>: {html.escape(text)}" if colon else sentence
+        items.append(f"<li>{about}</li>")
+    return f"<ul>{''.join(items)}</ul>{_note(RULE)}"
+
+
+def _results(rows: list[Row], records: list[Record]) -> str:
     note = (
         "Mean ± sample standard deviation over seeds at the end of training, on the evaluation "
         f"set; {better(rows)}. “× standard” is the ratio of the means. Tokens per second: median "
-        f"of the seeds; memory: the highest, {kind.get(memory_label(rows), 'by device')}."
+        "of the seeds."
     )
-    note = " ".join([note, *more])
-    # Cost stands once more below, so a narrow screen leaves it out here.
-    note = f"<p class='note'>{html.escape(note)}</p>"
-    return f"<div class='wide results'>{table(rows, 'html')}</div>{note}"
+    note = _note(" ".join([note, *configurations(records)]))
+    return _wide([table(rows, "html")]) + note + _wide(further(records, "html"))
 
 
-def _further(records: list[Record]) -> str:
-    tables = "".join(f"<div class='wide'>{table}</div>" for table in further(records, "html"))
-    note = "What was recorded beside it, of the same models on the same evaluation set."
-    return f"<p class='note'>{note}</p>{tables}" if tables else ""
-
-
-def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> str:
+def _learning_curves(by_task: Mapping[str, list[Record]], colour: dict) -> str:
     pictures = []
-    for task in tasks:
-        runs = [r for r in records if r.task == task]
-        what = f"{METRICS[runs[0].metric]} on the evaluation set"
-        half = max(r.steps for r in runs) // 2
-        curves = [
-            (what, figures.curves(runs, colour)),
-            ("training loss", figures.curves(runs, colour, loss=True)),
-        ]
-        if runs[0].metric == "perplexity":
-            # The fall at the beginning is so deep that the end looks like one line.
-            curves.insert(1, (f"{what}, second half", figures.curves(runs, colour, since=half)))
-        lines = "" if len({r.seed for r in runs}) == 1 else " Thin: seeds; thick: mean."
-        for title, figure in curves:
-            if figure is not None:
-                pictures.append(picture(figures.svg(figure), f"{task}: {title}.{lines}"))
-    return side_by_side(pictures)
-
-
-def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
-    pictures = []
-    for task in tasks:
-        figure = figures.splits([r for r in records if r.task == task], colour)
-        if figure is not None:
-            text = f"{task}: evaluation splits at the end of training. Bars: means; dots: seeds."
+    for task, runs in by_task.items():
+        if (figure := figures.curves(runs, colour)) is not None:
+            lines = "" if len({r.seed for r in runs}) == 1 else " Thin: seeds; thick: mean."
+            text = f"{task}: {METRICS[runs[0].metric]} on the evaluation set.{lines}"
             pictures.append(picture(figures.svg(figure), text))
     return side_by_side(pictures)
 
 
-def _small_caches(scored: Sequence[UnderBudget], caches: Sequence[CacheExhibit]) -> str:
-    scores = [picture(figures.svg(figure), text) for figure, text in budgets.pictures(scored)]
-    cached = [
-        picture(figures.svg(figure), text, "as-it-is")
-        for figure, text in map(budgets.cache_picture, caches)
-    ]
-    return side_by_side(scores) + budgets.tables(scored) + side_by_side(cached)
-
-
-def _cost(rows: list[Row], colour: dict) -> str:
-    def bar(row: Row, value: float, most: float, ratio: float = math.nan) -> str:
-        if not math.isfinite(value):
-            return "<td>–</td>"
-        share = 100 * value / most if most else 0
-        beside = (
-            f" ({ratio:.2f}\u00a0×)" if math.isfinite(ratio) and row.mechanism != BASELINE else ""
-        )
-        return (
-            f"<td>{value:,.0f}{beside}<div class='bar' style='width:{share:.1f}%;"
-            f"background:{colour[row.mechanism][0]}'></div></td>"
-        )
-
-    lines = []
-    for task in dict.fromkeys(row.task for row in rows):
-        group = [row for row in rows if row.task == task]
-        base = next((row for row in group if row.mechanism == BASELINE), None)
-        speed = max((v for r in group if math.isfinite(v := r.tokens_per_second)), default=0)
-        memory = max((v for r in group if math.isfinite(v := r.peak_memory_mib)), default=0)
-        for row in group:
-            more = "" if base in (None, row) else f" ({row.parameters - base.parameters:+,})"
-            lines.append(
-                f"<tr><td>{html.escape(task)}</td><td>{html.escape(row.mechanism)}</td>"
-                f"<td class='n'>{row.parameters:,}{more}</td>"
-                f"{bar(row, row.tokens_per_second, speed, row.speed_ratio)}"
-                f"{bar(row, row.peak_memory_mib, memory)}</tr>"
-            )
-    return (
-        "<div class='wide'><table class='cost'><thead><tr><th>task</th><th>mechanism</th>"
-        f"<th class='n'>parameters</th><th>tokens/s</th><th>{memory_label(rows)}</th></tr>"
-        f"</thead><tbody>{''.join(lines)}</tbody></table></div><p class='note'>In parentheses: "
-        "against standard on the same task. Bars are relative to the longest of the task.</p>"
+def _small_caches(scored: Sequence[UnderBudget], caches: Iterable["CacheHistory"]) -> str:
+    scores = []
+    for task in dict.fromkeys(x.task for x in scored):
+        those = [x for x in scored if x.task == task]
+        for split in those[0].final:
+            for name in dict.fromkeys(x.mechanism for x in those):
+                if len({x.policy for x in those if x.mechanism == name}) > 1:
+                    text = (
+                        f"{task}, {split}: {METRICS[those[0].metric]} of {name} against the "
+                        "compression of its KV cache: bytes of a full cache of the same tokens in "
+                        "bf16, divided by the peak of this one. Lines: eviction policies "
+                        "under the same protection; square: the full cache; dashed: standard "
+                        "attention with its full cache; star: the hybrid of local and "
+                        "global layers."
+                    )
+                    figure = figures.under_budgets(those, name, split)
+                    scores.append(picture(figures.svg(figure), text))
+    tables = "".join(
+        f"<h3>{html.escape(x.title)}</h3>{_wide([format_table(x.head, x.body, 'html', words=2)])}"
+        for x in budget_tables(scored)
     )
+    cached = []
+    for x in caches:
+        text = (
+            f"{x.task}, {x.mechanism}: what each layer's cache holds in the course of a sequence "
+            f"under {x.policy} with {x.budget} tokens. Dark: cached; light: evicted."
+        )
+        cached.append(picture(figures.svg(figures.cached(x.layers)), text, "as-it-is"))
+    return side_by_side(scores) + tables + side_by_side(cached)
 
 
-def _gallery(exhibits: list[Exhibit], everything: list[Exhibit]) -> str:
-    exhibits = sorted(exhibits, key=lambda exhibit: _ORDER.index(type(exhibit)))
-    hidden = "".join(_hiding(e) for e in exhibits if isinstance(e, HidingExhibit))
-    panels = [_panel(e, everything) for e in exhibits if not isinstance(e, HidingExhibit)]
-    note = "<p class='note'>One sample each: illustrations, not measurements.</p>"
-    samples = any(isinstance(e, HidingExhibit | MapExhibit) for e in exhibits)
-    return note * samples + hidden + side_by_side(panels)
+def _inside(models: Sequence["ModelLook"]) -> str:
+    """Masking in the layer that masks most, the sharpest map, and kernels that have learned.
 
-
-def _panel(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Exhibit]) -> str:
-    where = f"{exhibit.mechanism}, layer {exhibit.layer}"
-    if isinstance(exhibit, MapExhibit):
-        text = f"{where}, {exhibit.unit} {exhibit.head}: attention weights. Grey: later keys."
-        if np.min(exhibit.weights) >= 0:
+    The sharpest head has the largest mean, over queries, of the greatest weight on another token
+    than the first and itself.
+    """
+    masking, panels = [], []
+    for model in models:
+        masks = {i: look for i, look in model.looks.items() if look.hiding is not None}
+        if masks:
+            layer = max(masks, key=lambda i: masks[i].hidden.sum().item())
+            masking.append(_masking(model, layer))
+        layer, head = max(
+            ((i, head) for i, look in model.looks.items() for head in range(len(look.weights))),
+            key=lambda at: _sharpness(model.looks[at[0]], at[1]),
+        )
+        weights = model.looks[layer].weights[head].numpy()
+        unit = "head" if model.looks[layer].heads_per_map == 1 else "pair"
+        text = f"{model.mechanism}, layer {layer}, {unit} {head}: attention weights."
+        text += " Grey: later keys."
+        if weights.min() >= 0:
             text += " Colours by the square root of the weight, so that small ones show."
-        if exhibit.rows is not None:
-            text += " Chosen queries only."
-        return picture(figures.svg(figures.attention_map(exhibit)), text)
-    side = {"pre": "before", "post": "after"}.get(exhibit.kind)
-    if side is None:
-        raise UserError(f"kind must be 'pre' or 'post', got {exhibit.kind!r}")
-    if isinstance(exhibit, MixExhibit):
-        text = f"{where}: head mixing {side} the softmax."
-        return picture(figures.svg(figures.mixing(exhibit)), text)
-    same = [
-        np.abs(array("kernels", e.kernels, None, None, None)).max()
-        for e in everything
-        if isinstance(e, KernelExhibit) and e[:3] == exhibit[:3]
-    ]
-    weight = array("kernels", exhibit.kernels, None, None, None)
-    identity = np.zeros_like(weight)
-    identity[:, -1, weight.shape[2] // 2] = 1
-    text = (
-        f"{where}: kernels {side} the softmax, one scale for the layer. Offset 0: the current "
-        "query, the same key; positive: later keys. Largest distance of an entry from the "
-        f"identity kernel: {np.abs(weight - identity).max():.2g}. Patterns: {_patterns(weight)}."
-    )
-    return picture(figures.svg(figures.kernels(exhibit, float(max(same)) or 1.0)), text)
+        panels.append(picture(figures.svg(figures.attention_map(model.tokens, weights)), text))
+        panels += _kernels(model)
+    note = _note("One sample each: illustrations, not measurements.")
+    return note + "".join(masking) + side_by_side(panels)
 
 
-def _patterns(kernels: np.ndarray) -> str:
-    counts = Counter(kernel_pattern(kernel) for kernel in kernels)
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+def _sharpness(look: "LayerLook", head: int) -> float:
+    weights = look.weights[head][2:, 1:]
+    others = weights.clone()
+    others.diagonal(1).zero_()  # the token itself
+    return others.amax(-1).mean().item()
 
 
-def _hiding(exhibit: HidingExhibit) -> str:
-    count = len(exhibit.tokens)
-    hiding = array("hiding", exhibit.hiding, count, count)
-    total = array("accumulated", exhibit.accumulated, count)
+def _kernels(model: "ModelLook") -> list[str]:
+    """The kernels of layers of which at least one is no longer near the identity."""
+    pictures = []
+    for index, look in model.looks.items():
+        for side, weights in (("before", look.conv), ("after", look.post_conv)):
+            names = [] if weights is None else [kernel_pattern(kernel) for kernel in weights]
+            if set(names) - {"near identity"}:
+                patterns = ", ".join(f"{x} {names.count(x)}" for x in dict.fromkeys(names))
+                text = (
+                    f"{model.mechanism}, layer {index}: kernels {side} the softmax. Offset 0: the "
+                    f"current query, the same key; positive: later keys. Patterns: {patterns}."
+                )
+                pictures.append(picture(figures.svg(figures.kernels(weights)), text))
+    return pictures
+
+
+def _masking(model: "ModelLook", layer: int) -> str:
+    """The sample's tokens, the darker the more they are masked, and the strongest pairs."""
+    look, tokens = model.looks[layer], model.tokens
+    hiding, total = look.hiding.mean(0).numpy(), look.hidden.mean(0).tolist()
     spans = []
-    for token, f in zip(exhibit.tokens, total, strict=True):
+    for token, f in zip(tokens, total, strict=True):
         share = math.exp(-max(f, 0.0))
         tag = "s" if share < _GONE else "span"
         end = "<br>" if "\n" in token else ""
         spans.append(
             f"<{tag} style='--hid:{100 * (1 - share):.0f}%' title='F = {f:.2f}, {share:.1%} left'>"
-            f"{html.escape(visible(token))}</{tag}>{end}"
+            f"{html.escape(figures.visible(token))}</{tag}>{end}"
         )
-    pairs = np.argwhere(hiding > 0)
-    pairs = sorted(pairs.tolist(), key=lambda at: -hiding[at[0], at[1]])[:_STRONGEST]
+    pairs = sorted(np.argwhere(hiding > 0).tolist(), key=lambda at: -hiding[at[0], at[1]])
+    quoted = [f"<code>{html.escape(figures.visible(token))}</code>" for token in tokens]
     items = "".join(
-        f"<li>token {p} {_quoted(exhibit.tokens[p])} hid token {j} {_quoted(exhibit.tokens[j])} "
-        f"({hiding[p, j]:.2f})</li>"
-        for p, j in pairs
+        f"<li>token {p} {quoted[p]} masked token {j} {quoted[j]} ({hiding[p, j]:.2f})</li>"
+        for p, j in pairs[:_STRONGEST]
     )
-    where = html.escape(f"{exhibit.mechanism}, layer {exhibit.layer}")
+    where = html.escape(f"{model.mechanism}, layer {layer}")
+    note = (
+        "The darker a token, the more of its weight exp(−F) is gone for what comes later; struck "
+        f"through: less than {100 * _GONE:.0f} % left. "
+        f"{'The strongest:' if items else 'No token masked another.'}"
+    )
     return (
-        f"<div class='hiding'><h3>{where}: which token hid which</h3><p class='tokens'>"
-        f"{''.join(spans)}</p><p class='note'>The darker a token, the more of its weight exp(−F) "
-        f"is gone for what comes later; struck through: less than {100 * _GONE:.0f} % left. "
-        + (
-            f"The strongest:</p><ol>{items}</ol></div>"
-            if items
-            else "No token hid another.</p></div>"
-        )
+        f"<div class='hiding'><h3>{where}: which token masked which</h3><p class='tokens'>"
+        f"{''.join(spans)}</p>{_note(note)}{f'<ol>{items}</ol>' if items else ''}</div>"
     )
 
 
-def _quoted(token: str) -> str:
-    return f"<code>{html.escape(visible(token))}</code>"
+def _written(models: Sequence["ModelTexts"]) -> str:
+    """One task's sources, each with its target and what every model wrote."""
+
+    def line(name: str, text: str) -> str:
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+        return f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>"
+
+    parts = []
+    for at, (source, target, _) in enumerate(models[0].rows):
+        lines = [line("source", source), line("target", target)]
+        for model in models:
+            text = model.rows[at][2]
+            lines.append(line(f"{model.mechanism} {'✓' if text == target else '✗'}", text))
+        parts.append(f"<table>{''.join(lines)}</table>")
+    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
+    return f"{_note(note)}<div class='wide written'>{''.join(parts)}</div>"
 
 
 def _how(records: list[Record], config: Mapping) -> str:
@@ -349,19 +305,16 @@ def _how(records: list[Record], config: Mapping) -> str:
         for r in records
         if r.environment
     )
-    runs = "".join(
-        f"<tr><td>{html.escape(r.task)}</td><td>{html.escape(r.mechanism)}</td>"
-        f"<td class='n'>{r.seed}</td><td class='n'>{number(r.metric, r.value)}</td>"
-        f"<td class='n'>{plain(r.seconds)}</td>"
-        f"<td>{html.escape(str(r.environment.get('date', '')))}</td></tr>"
-        for r in records
-    )
+    runs = []
+    for r in records:
+        numbers = (str(r.seed), number(r.metric, r.value), plain(r.seconds))
+        runs.append((r.task, r.mechanism, str(r.environment.get("date", "")), *numbers))
+    head = ("task", "mechanism", "date", "seed", "final", "seconds")
     return (
         "<details><summary>Command, configuration, environment and every run</summary>"
         + block("Command", "\n".join(filter(None, commands)))
         + block("Configuration", pretty(dict(config)) if config else "")
         + block("Environment", "\n".join(places))
-        + "<h3>Every run</h3><div class='wide'><table><thead><tr><th>task</th><th>mechanism</th>"
-        "<th class='n'>seed</th><th class='n'>final</th><th class='n'>seconds</th><th>date</th>"
-        f"</tr></thead><tbody>{runs}</tbody></table></div></details>"
+        + f"<h3>Every run</h3><div class='wide'>{format_table(head, runs, 'html', words=3)}</div>"
+        "</details>"
     )

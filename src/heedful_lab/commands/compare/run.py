@@ -26,8 +26,7 @@ from heedful_lab.commands.compare.scoring import write
 from heedful_lab.commands.compare.scratch import described, from_scratch
 from heedful_lab.commands.compare.setups import Setup, chosen_setups
 from heedful_lab.commands.compare.small_caches import plans, policy_name, scored_as, under_budget
-from heedful_lab.records import Record, append_record, read_numbered
-from heedful_lab.records.budgeted import UnderBudget, append_budgeted, read_budgeted
+from heedful_lab.records import Record, UnderBudget, append, read, read_numbered
 from heedful_lab.records.environment import environment
 
 _PICTURED = 320  # tokens of a sequence whose way through a cache is drawn
@@ -90,29 +89,11 @@ class ModelTexts(NamedTuple):
     rows: list[tuple[str, str, str]]
 
 
-class ComparisonResult(NamedTuple):
-    """Contents of a comparison's folder that are to be shown.
-
-    looks: the trained models' samples, each loaded when it is needed.
-    budgeted: scores under small caches, if any were requested.
-    caches: what small caches held in the course of a sequence, each made when it is needed.
-    texts: what trained encoder-decoders write, each made when it is needed.
-    """
-
-    folder: Path
-    config: dict
-    records: list[Record]
-    looks: Iterator[ModelLook]
-    budgeted: list[UnderBudget]
-    caches: Iterator[CacheHistory]
-    texts: Iterator[ModelTexts]
-
-
 def compare(
     comparison: Comparison,
     out: Path,
     should_stop: Callable[[], bool] = lambda: False,
-    show: Callable[[ComparisonResult], object] = lambda finished: None,
+    show: Callable[..., object] = lambda *finished: None,
 ) -> list[Record]:
     """Train everything that is not yet in `out`, and return what is finished, for the page.
 
@@ -125,8 +106,8 @@ def compare(
         comparison: what to compare.
         out: the folder.
         should_stop: called after every step.
-        show: called once at the end, also where an error or `should_stop` is the end, unless no run
-            is finished; `heedful compare` writes `report.html` with it.
+        show: called once at the end with the arguments of `page.write_report`, also where an error
+            or `should_stop` is the end, unless no run is finished.
 
     Returns:
         The finished runs, those of earlier calls among them.
@@ -184,7 +165,7 @@ def _train_missing(
     for number, job in enumerate(own_jobs, start=1):
         if job.key not in recorded:
             place = f"[{number}/{len(own_jobs)}]"
-            append_record(results, _run(job, out, place, comparison.device, should_stop))
+            append(results, _run(job, out, place, comparison.device, should_stop))
 
 
 def _score_missing(
@@ -192,7 +173,7 @@ def _score_missing(
 ) -> None:
     """Score the trained models under the requested budgets; one line each."""
     path = out / "budgets.jsonl"
-    recorded = {score.key for score in read_budgeted(path)}
+    recorded = {score.key for score in read(path, UnderBudget)}
     own_jobs = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
     for number, job in enumerate(own_jobs, start=1):
         folder, task = job.model(out), job.setup.task
@@ -208,12 +189,12 @@ def _score_missing(
             if should_stop():
                 raise Stopped
             score = under_budget(model, task, eviction, job.setup.hyperparameters)
-            append_budgeted(path, scored_as(model, job.key, task, eviction, score))
+            append(path, scored_as(model, job.key, task, eviction, score))
 
 
 def _read_runs(results: Path) -> list[Record]:
     """The records of a comparison: each run once."""
-    numbered = read_numbered(results) if results.is_file() else []
+    numbered = read_numbered(results, Record) if results.is_file() else []
     lines: dict[tuple[str, str, int], int] = {}
     for number, record in numbered:
         key = record.task, record.mechanism, record.seed
@@ -226,15 +207,13 @@ def _read_runs(results: Path) -> list[Record]:
     return [record for _, record in numbered]
 
 
-def _show(
-    jobs: list[_Job], config: dict, out: Path, show: Callable[[ComparisonResult], object]
-) -> list[Record]:
+def _show(jobs: list[_Job], config: dict, out: Path, show: Callable[..., object]) -> list[Record]:
     records = _read_runs(out / "results.jsonl")
     if records:
-        budgeted = read_budgeted(out / "budgets.jsonl")
+        budgeted = read(out / "budgets.jsonl", UnderBudget)
         looks, caches = _looks(jobs, records, out), _caches(jobs, budgeted, out)
         texts = _texts(jobs, records, out)
-        show(ComparisonResult(out, config, records, looks, budgeted, caches, texts))
+        show(out, records, config, looks, budgeted, caches, texts)
     return records
 
 

@@ -12,7 +12,7 @@ from heedful.hf.cache.rows_under_budget import evicting
 from heedful_lab.commands.compare.options import LEAST_TOKENS
 from heedful_lab.commands.compare.scoring import score
 from heedful_lab.commands.compare.scratch import Hyperparameters
-from heedful_lab.records.budgeted import WHOLE, UnderBudget
+from heedful_lab.records import WHOLE, UnderBudget
 from heedful_lab.records.environment import environment
 from heedful_lab.tasks import Task
 

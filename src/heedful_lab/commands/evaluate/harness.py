@@ -3,11 +3,10 @@
 import json
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -20,7 +19,7 @@ from heedful_lab.commands.evaluate.numbers import SHARES
 from heedful_lab.commands.evaluate.on_disk import ON_DISK, task_files
 from heedful_lab.commands.evaluate.options import LM_EVAL, Evaluation
 from heedful_lab.commands.models import longest
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from heedful_lab.tasks.last_words import Passage
 
 GRADING = "heedful_grading"
@@ -38,6 +37,35 @@ def babilong(doc, results):
     right = only_label(results[0], doc["answers"][0], doc["question"], doc["labels"])
     return {"acc": float(right)}
 '''
+
+_DATA = """task: $name
+dataset_path: json
+dataset_kwargs: {data_files: {test: $file}}
+test_split: test
+metadata: {version: 1.0}
+"""
+_READ = Template(
+    _DATA
+    + """output_type: loglikelihood
+doc_to_text: "{{context}}"
+doc_to_target: "{{word}}"
+target_delimiter: ""
+metric_list:
+- {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+- {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+)
+_WRITTEN = Template(
+    _DATA
+    + f"""output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answers[0]}}}}"
+process_results: !function {GRADING}.$task
+generation_kwargs: {{until: [], max_gen_toks: $room, do_sample: false}}
+metric_list:
+- {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+)
 
 
 def harness_names(options: Evaluation) -> list[str]:
@@ -170,18 +198,17 @@ def run_task(
     """
     import lm_eval
 
-    lm = whole_inputs(model, tokenizer, options.batch, harness_task.cache)
-    with _quiet():
-        output = lm_eval.simple_evaluate(
-            lm,
-            tasks=[harness_task.name],
-            task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
-            limit=options.samples,
-            random_seed=options.seed,
-            numpy_random_seed=options.seed,
-            torch_random_seed=options.seed,
-            fewshot_random_seed=options.seed,
-        )
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)  # without its notes about itself
+    output = lm_eval.simple_evaluate(
+        whole_inputs(model, tokenizer, options.batch, harness_task.cache),
+        tasks=[harness_task.name],
+        task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
+        limit=options.samples,
+        random_seed=options.seed,
+        numpy_random_seed=options.seed,
+        torch_random_seed=options.seed,
+        fewshot_random_seed=options.seed,
+    )
     results = {}
     for task, measures in output["results"].items():
         numbers = {
@@ -213,18 +240,6 @@ def _sample(harness_task: HarnessTask, task: str, about: dict) -> Sample:
     return Sample(model, cache, f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
 
 
-@contextmanager
-def _quiet():
-    """Without the harness's notes about itself; its warnings stay."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def export_tasks(options: Evaluation, texts: Texts, tokenizer, folder: Path) -> list[str]:
     """Write our tasks for the command line of lm-evaluation-harness; returns their names.
 
@@ -242,51 +257,14 @@ def export_tasks(options: Evaluation, texts: Texts, tokenizer, folder: Path) -> 
     for task, samples in texts.items():
         name = f"heedful_{task.replace('-', '_')}"
         file = (folder / f"{name}.jsonl").resolve()
-        passages = isinstance(samples[0], Passage)
-        write_lines(file, (_passage(x) if passages else _question(x) for x in samples))
-        about: dict = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "test_split": "test",
-            "metadata": {"version": 1.0},
-        }
-        accuracy = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
-        if passages:
-            perplexity = {"metric": "perplexity", "aggregation": "perplexity"}
-            about |= {
-                "output_type": "loglikelihood",
-                "doc_to_text": "{{context}}",
-                "doc_to_target": "{{word}}",
-                "target_delimiter": "",
-                "metric_list": [perplexity | {"higher_is_better": False}, accuracy],
-            }
+        fields = [name for name in samples[0]._fields if name not in ("key", "cell")]
+        write_lines(file, ({name: getattr(x, name) for name in fields} for x in samples))
+        about = {"name": name, "file": json.dumps(str(file)), "task": task}
+        if isinstance(samples[0], Passage):
+            form = _READ
         else:
-            room = max(reply_room(tokenizer, x) for x in samples)
-            about |= {
-                "output_type": "generate_until",
-                "doc_to_text": "{{prompt}}",
-                "doc_to_target": "{{answers[0]}}",
-                "process_results": f"!function {GRADING}.{task}",
-                "generation_kwargs": {"until": [], "max_gen_toks": room, "do_sample": False},
-                "metric_list": [accuracy],
-            }
-        # JSON is YAML, but for the tag of a function.
-        text = json.dumps(about, indent=2)
-        text = text.replace(f'"!function {GRADING}.{task}"', f"!function {GRADING}.{task}")
-        write_whole(folder / f"{name}.yaml", text + "\n")
+            form = _WRITTEN
+            about["room"] = max(reply_room(tokenizer, x) for x in samples)
+        write_whole(folder / f"{name}.yaml", form.substitute(about))
         names.append(name)
     return names
-
-
-def _question(sample) -> dict[str, str | Sequence[str]]:
-    return {
-        "prompt": sample.prompt,
-        "answers": list(sample.answers),
-        "question": sample.question,
-        "labels": list(sample.labels),
-    }
-
-
-def _passage(sample: Passage) -> dict[str, str]:
-    return {"context": sample.context, "word": sample.word}

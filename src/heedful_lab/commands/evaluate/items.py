@@ -44,7 +44,7 @@ class Item(NamedTuple):
     """One sample as tokens.
 
     Arguments:
-        task, key, cell: as in `heedful_lab.records.samples.Sample`.
+        task, key, cell: as in `heedful_lab.records.Sample`.
         digest: of the exact question.
         ids: what the model reads.
         room: tokens that it may write; 0 where the likelihood of `ids` is the answer.

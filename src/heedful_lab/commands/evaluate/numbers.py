@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from heedful_lab.commands.evaluate.options import LM_EVAL
-from heedful_lab.records.samples import Sample
+from heedful_lab.records import Sample
 from heedful_lab.records.tables import format_table
 
 RESAMPLES = 2000
@@ -23,6 +23,9 @@ RULE = (
     "interval without 0 is marked *. They say how much the choice of samples matters, not the seed "
     f"of training. Fewer than {LEAST} samples have none, nor have answers that are all alike."
 )
+
+
+_Cells = list[tuple[np.ndarray, np.ndarray]]
 
 
 class Interval(NamedTuple):
@@ -127,23 +130,17 @@ def _measures(task: str, samples: list[Sample]) -> Sequence[Measure]:
 
 
 def _parts(task: str, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
-    key = _PARTS.get(task)
-    if key is None:
-        splits = dict.fromkeys(x.cell.get("split") for x in samples)
-        return [
-            (task if split is None else f"{task}, {split}",
-             [x for x in samples if x.cell.get("split") == split])
-            for split in splits
-        ]  # fmt: skip
-    names = list(dict.fromkeys(x.cell[key] for x in samples))
-    parts = [
-        (f"{task}, {f'n = {name}' if key == 'needles' else name}",
-         [x for x in samples if x.cell[key] == name])
-        for name in names
-    ]  # fmt: skip
-    if len(parts) == 1:
-        return parts if key == "domain" else [(task, samples)]
-    return [(f"{task}, mean of domains" if key == "domain" else task, samples), *parts]
+    """A task's samples, and if they are of several kinds those of each by its own name."""
+    key = _PARTS.get(task, "split")
+    parts = []
+    for kind in dict.fromkeys(x.cell.get(key) for x in samples):
+        name = f"{task}, n = {kind}" if key == "needles" else f"{task}, {kind}"
+        own = [x for x in samples if x.cell.get(key) == kind]
+        parts.append((task if kind is None else name, own))
+    if key == "split" or (key == "domain" and len(parts) == 1):
+        return parts
+    whole = (f"{task}, mean of domains" if key == "domain" else task, samples)
+    return [whole, *parts] if len(parts) > 1 else [whole]
 
 
 def interval(measure: Measure, samples: Sequence[Sample], seed: int = 0) -> Interval:
@@ -155,14 +152,10 @@ def interval(measure: Measure, samples: Sequence[Sample], seed: int = 0) -> Inte
         seed: of the bootstrap, where that is needed.
     """
     cells = _cells(measure, samples)
-    value = float(_value(measure, cells))
     (tops, _), *others = cells
     if measure.percent and not others and np.isin(tops, (0, 1)).all():
-        return Interval(value, *wilson(int(tops.sum()), len(tops)))
-    if min(len(top) for top, _ in cells) < LEAST:
-        return Interval(value, math.nan, math.nan)
-    resamples = _value(measure, cells, np.random.default_rng(seed))
-    return Interval(value, *_ends(resamples))
+        return Interval(float(tops.mean()), *wilson(int(tops.sum()), len(tops)))
+    return _bootstrap(measure, [cells], seed)
 
 
 def paired(
@@ -183,18 +176,23 @@ def paired(
     keys = [key for key, x in first.items() if key in second and second[key].digest == x.digest]
     if not keys:
         return None
-    a = _cells(measure, [first[key] for key in keys])
-    b = _cells(measure, [second[key] for key in keys])
-    value = float(_value(measure, b) - _value(measure, a))
-    if min(len(top) for top, _ in a) < LEAST:
+    both = [_cells(measure, [samples[key] for key in keys]) for samples in (first, second)]
+    difference = _bootstrap(measure, both, seed)
+    if difference.low == difference.high == 0:  # alike on every sample: nothing says how sure
+        return Interval(difference.value, math.nan, math.nan)
+    return difference
+
+
+def _bootstrap(measure: Measure, models: Sequence[_Cells], seed: int) -> Interval:
+    """The last model's measure less the first's, or of one model the measure itself."""
+    values = [_value(measure, cells) for cells in models]
+    value = float(values[-1] - values[0]) if values[1:] else float(values[0])
+    if min(len(top) for top, _ in models[0]) < LEAST:
         return Interval(value, math.nan, math.nan)
     # The same draws for both: each begins anew from the seed.
-    drawn_a = _value(measure, a, np.random.default_rng(seed))
-    drawn_b = _value(measure, b, np.random.default_rng(seed))
-    low, high = _ends(drawn_b - drawn_a)
-    if low == high == 0:  # alike on every sample: no resample can tell how sure that is
-        low = high = math.nan
-    return Interval(value, low, high)
+    drawn = [_value(measure, cells, np.random.default_rng(seed)) for cells in models]
+    low, high = np.percentile(drawn[-1] - drawn[0] if drawn[1:] else drawn[0], [2.5, 97.5])
+    return Interval(value, float(low), float(high))
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -212,9 +210,6 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     middle = (share + square / 2) / (1 + square)
     reach = _Z * math.sqrt(share * (1 - share) / count + square / count / 4) / (1 + square)
     return max(0.0, middle - reach), min(1.0, middle + reach)
-
-
-_Cells = list[tuple[np.ndarray, np.ndarray]]
 
 
 def _cells(measure: Measure, samples: Sequence[Sample]) -> _Cells:
@@ -255,11 +250,6 @@ def _value(
     return np.mean(values, axis=0)
 
 
-def _ends(resamples: np.ndarray) -> tuple[float, float]:
-    low, high = np.percentile(resamples, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def labels(entries: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Models and their caches for readers; models by the last part of their names if it is
     unique."""
@@ -279,34 +269,30 @@ def evaluated_table(
 ) -> str:
     """The lines as a table; differences from the first model only where there are others."""
     others = any(line.difference is not None or line.entry != lines[0].entry for line in lines)
-    head = ["task", "measure", "model", "value", "95 %", "samples"]
-    if others:
-        head[5:5] = ["difference", "95 %"]
+    head = ["task", "measure", "model", "value", "95 %", *["difference", "95 %"] * others]
     body, names = [], labels(line.entry for line in lines)
     for line in lines:
-        cells = [line.task, line.measure.name, names[line.entry], *_formatted(line, line.estimate)]
-        if others:
-            cells += ["", ""] if line.entry == lines[0].entry else _difference(line)
+        cells = [line.task, line.measure.name, names[line.entry]]
+        cells += _formatted(line.measure, line.estimate)
+        if others and line.entry == lines[0].entry:
+            cells += ["", ""]
+        elif others and line.difference is None:
+            cells += ["other samples", "–"]
+        elif others:
+            value, ends = _formatted(line.measure, line.difference, "+")
+            sure = line.difference.low > ROUNDED or line.difference.high < -ROUNDED
+            cells += [value + "*" * sure, ends]
         body.append((*cells, str(line.samples)))
-    return format_table(head, body, format, words=3)
+    return format_table([*head, "samples"], body, format, words=3)
 
 
-def _formatted(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
-    unit = " %" if line.measure.percent else ""
-    if line.measure.percent:
+def _formatted(measure: Measure, estimate: Interval, sign: str = "") -> list[str]:
+    if measure.percent:
         value, low, high = (f"{100 * x:{sign}.1f}" for x in estimate)
     else:
         value, low, high = (f"{x:{sign}{'.4g' if abs(x) >= 1e5 else '.3f'}}" for x in estimate)
-    ends = f"({low} to {high})" if math.isfinite(estimate.low) else "–"
-    return [f"{value}{unit if not sign else ''}", ends]
-
-
-def _difference(line: EvaluationLine) -> list[str]:
-    if line.difference is None:
-        return ["other samples", "–"]
-    value, ends = _formatted(line, line.difference, "+")
-    low, high = line.difference.low, line.difference.high
-    return [value + "*" * (low > ROUNDED or high < -ROUNDED), ends]
+    unit = " %" if measure.percent and not sign else ""
+    return [value + unit, f"({low} to {high})" if math.isfinite(estimate.low) else "–"]
 
 
 def harness_table(
@@ -317,17 +303,13 @@ def harness_table(
     body, names = [], labels((model, "") for model in harness)
     for model, tasks in harness.items():
         for task, numbers in tasks.items():
-            for measure, value in numbers.items():
-                if "_stderr" in measure or measure == "samples":
-                    continue
-                error = numbers.get(f"{measure}_stderr", math.nan)
-                body.append(
-                    (
-                        f"lm-eval: {task}", measure, names[model, ""], f"{value:.4f}",
-                        f"± {error:.4f}" if math.isfinite(error) else "–",
-                        f"{numbers.get('samples', 0):.0f}",
-                    )
-                )  # fmt: skip
+            about = (names[model, ""], f"{numbers.get('samples', 0):.0f}")
+            for measure in numbers:
+                if "_stderr" not in measure and measure != "samples":
+                    error = numbers.get(f"{measure}_stderr", math.nan)
+                    spread = f"± {error:.4f}" if math.isfinite(error) else "–"
+                    value = (about[0], f"{numbers[measure]:.4f}", spread, about[1])
+                    body.append((f"lm-eval: {task}", measure, *value))
     head = ("task", "measure", "model", "value", "standard error", "samples")
     body.sort(key=lambda row: row[:2])
     return format_table(head, body, format, words=3) if body else ""

@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,9 @@ from heedful_lab.commands.evaluate.numbers import (
     summed_up,
     wilson,
 )
+from heedful_lab.records import Sample
 from heedful_lab.records.page import PAGE, picture, side_by_side
-from heedful_lab.records.samples import Sample
+from heedful_lab.records.tables import format_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,6 +79,15 @@ def write_evaluation(
     return path
 
 
+def overview(
+    samples: Sequence[Sample], harness: dict[str, dict[str, dict[str, float]]], seed: int
+) -> str:
+    """The tables of an evaluation for a terminal."""
+    lines = summed_up(samples, seed)
+    tables = [evaluated_table(lines), harness_table(harness)] if lines else [harness_table(harness)]
+    return "\n\n".join(filter(None, [*tables, RULE if lines else ""]))
+
+
 def _wide(table: str) -> str:
     return table and f"<div class='wide'>{table}</div>"
 
@@ -100,22 +111,15 @@ def _heat_maps(samples: Sequence[Sample], task: str) -> str:
     pictures = []
     for entry, name in labels(x.entry for x in own).items():
         those = [x for x in own if x.entry == entry]
-        counts = [len(cell) for cell in _by_cell(those).values()]
-        low, high = wilson(min(counts) // 2, min(counts))
+        least = min(Counter(str(x.cell) for x in those).values())
+        low, high = wilson(least // 2, least)
         text = (
             f"{name}: right answers in percent by {down} and tokens of the prompt; "
-            f"{min(counts)} samples in each cell, whose 95 % intervals are up to "
+            f"{least} samples in each cell, whose 95 % intervals are up to "
             f"{100 * (high - low) / 2:.0f} points to each side."
         )
         pictures.append(picture(figures.svg(heat_map(those, down, panel)), text))
     return side_by_side(pictures)
-
-
-def _by_cell(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {}
-    for x in samples:
-        values.setdefault(str(x.cell), []).append(x.values["right"])
-    return values
 
 
 def shares(samples: Sequence[Sample], down: str) -> tuple[list, list, np.ndarray]:
@@ -124,18 +128,13 @@ def shares(samples: Sequence[Sample], down: str) -> tuple[list, list, np.ndarray
     Returns:
         the values down, the lengths, and the shares `[down, lengths]`, nan where there are none.
     """
-    rows = sorted({x.cell[down] for x in samples})
-    columns = sorted({x.cell["length"] for x in samples})
+    cells: dict[tuple, list[float]] = {}
+    for x in samples:
+        cells.setdefault((x.cell[down], x.cell["length"]), []).append(x.values["right"])
+    rows, columns = (sorted(set(x)) for x in zip(*cells, strict=True))
     matrix = np.full((len(rows), len(columns)), np.nan)
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            right = [
-                x.values["right"]
-                for x in samples
-                if x.cell[down] == row and x.cell["length"] == column
-            ]
-            if right:
-                matrix[i, j] = np.mean(right)
+    for (row, column), right in cells.items():
+        matrix[rows.index(row), columns.index(column)] = np.mean(right)
     return rows, columns, matrix
 
 
@@ -146,36 +145,27 @@ def heat_map(samples: Sequence[Sample], down: str, panel: str | None) -> "Figure
     rows = -(-len(parts) // across)
     height = rows * (0.55 + 0.26 * len({x.cell[down] for x in samples})) + 1.0
     figure, grid = figures.new_grid(height, rows, across)
-    for number, axes in enumerate(grid.flat):
-        if number >= len(parts):
-            axes.set_visible(False)
-            continue
-        part = parts[number]
-        names, lengths, matrix = shares(
-            [x for x in samples if panel is None or x.cell[panel] == part], down
-        )
+    for axes in grid.flat[len(parts) :]:
+        axes.set_visible(False)
+    for axes, part in zip(grid.flat, parts, strict=False):
+        own = samples if panel is None else [x for x in samples if x.cell[panel] == part]
+        names, lengths, matrix = shares(own, down)
         image = axes.imshow(100 * matrix, cmap="viridis", vmin=0, vmax=100, aspect="auto")
         for (i, j), value in np.ndenumerate(matrix):
             if np.isfinite(value) and matrix.shape[1] <= 8:
-                shade = "black" if value > 0.6 else "white"
-                axes.text(
-                    j, i, f"{100 * value:.0f}", ha="center", va="center", color=shade, fontsize=7
-                )
-        axes.set_xticks(range(len(lengths)), [_length(x) for x in lengths])
-        spelled = [f"{x:.0%}" if down == "depth" else str(x) for x in names]
-        axes.set_yticks(range(len(names)), spelled if number % across == 0 else [""] * len(names))
+                text = {"ha": "center", "va": "center", "fontsize": 7}
+                axes.text(j, i, f"{100 * value:.0f}", color="k" if value > 0.6 else "w", **text)
+        in_thousands = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
+        axes.set_xticks(range(len(lengths)), in_thousands)
+        axes.set_yticks(range(len(names)), [f"{x:.0%}" if down == "depth" else x for x in names])
         axes.tick_params(labelsize=7, length=0)
-        if number + across >= len(parts):
-            axes.set_xlabel("tokens", fontsize=8)
+        axes.set_xlabel("tokens", fontsize=8)
+        axes.label_outer()
         if part is not None:
             axes.set_title(f"{part} {panel if part != 1 else panel.rstrip('s')}", fontsize=8)
     figure.supylabel(down, fontsize=8)
     figures.add_colour_bar(figure, image, list(grid.flat))
     return figure
-
-
-def _length(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def _positions(samples: Sequence[Sample]) -> str:
@@ -205,12 +195,12 @@ def by_position(samples: Sequence[Sample]) -> dict[int, float]:
 def position_curves(samples: Sequence[Sample]) -> "Figure":
     """Perplexity by tokens of context, a line per model and cache."""
     figure, axes = figures.new_axes(3.4)
-    for number, (entry, name) in enumerate(labels(x.entry for x in samples).items()):
-        points = by_position([x for x in samples if x.entry == entry])
-        shade = figures.PALETTE[number % len(figures.PALETTE)]
+    entries = labels(x.entry for x in samples)
+    styles = figures.colours([str(number) for number in range(1, len(entries))])
+    for name, (shade, dash) in zip(entries.values(), styles.values(), strict=True):
+        points = by_position([x for x in samples if entries[x.entry] == name])
         axes.plot(
-            list(points), list(points.values()), marker="o", ms=3, lw=1.6, color=shade,
-            ls=figures.DASHES[number % len(figures.DASHES)],
+            list(points), list(points.values()), marker="o", ms=3, lw=1.6, color=shade, ls=dash,
             label=figures.label_of(name),
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -224,21 +214,18 @@ def position_curves(samples: Sequence[Sample]) -> "Figure":
 
 def _replies(samples: Sequence[Sample]) -> str:
     """The first right and wrong replies of each task and model."""
-    parts = []
+    names, parts = labels(x.entry for x in samples), []
     for task in dict.fromkeys(x.task for x in samples if x.reply is not None):
-        rows = []
-        for entry, name in labels(x.entry for x in samples).items():
-            own = [x for x in samples if x.task == task and x.entry == entry]
-            for right in (1.0, 0.0):
-                for x in [x for x in own if x.values.get("right") == right][:_REPLIES]:
-                    cells = (name, x.key, "✓" if right else "✗", x.expected, x.reply)
-                    texts = (html.escape(_visible_text(text or "")) for text in cells)
-                    rows.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
-        head = "".join(f"<th>{x}</th>" for x in ("model", "sample", "", "expected", "written"))
-        parts.append(
-            f"<h3>{html.escape(task)}</h3><div class='wide written'><table><thead><tr>{head}</tr>"
-            f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
-        )
+        rows, shown = [], Counter()
+        for x in samples:
+            right = x.values.get("right")
+            shown[x.entry, right] += x.task == task
+            if x.task == task and shown[x.entry, right] <= _REPLIES:
+                written = (_visible_text(text or "") for text in (x.expected, x.reply))
+                rows.append((names[x.entry], x.key, "✓" if right else "✗", *written))
+        head = ("model", "sample", "", "expected", "written")
+        table = format_table(head, rows, "html", words=5)
+        parts.append(f"<h3>{html.escape(task)}</h3><div class='wide written'>{table}</div>")
     note = "The first few that are right and that are wrong; all stand in samples.jsonl."
     inner = "".join(parts)
     return inner and (

@@ -38,8 +38,8 @@ from heedful_lab.commands.models import (
     tokenizer_named,
 )
 from heedful_lab.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
+from heedful_lab.records import Sample, append, read
 from heedful_lab.records.environment import environment
-from heedful_lab.records.samples import Sample, append_samples, read_samples
 
 SAMPLES, ABOUT = "samples.jsonl", "evaluation.json"
 _FORMAT = 2
@@ -348,7 +348,7 @@ class AnswerStore:
                 ) from None
             if self.about["format"] == 1:
                 raise UserError(f"{self.about_path} {_OLDER}")
-        samples = read_samples(self.path)
+        samples = read(self.path, Sample)
         if not all(sample.identity for sample in samples):
             raise UserError(f"{self.path} {_OLDER}")
         self._samples = {(x.model, x.cache, x.task, x.key): x for x in samples}
@@ -400,7 +400,7 @@ class AnswerStore:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Keep answers; they are on disk when this returns."""
-        append_samples(self.path, samples)
+        append(self.path, *samples)
         self._samples |= {(x.model, x.cache, x.task, x.key): x for x in samples}
 
     def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:

@@ -7,10 +7,12 @@ import tyro
 
 from heedful.checks import UserError, check_literals, check_whole
 from heedful_lab.commands.options import (
+    AdapterName,
     CacheDtype,
     EvictionName,
     ModelDevice,
     ModelDtype,
+    TokenizerName,
     check_device,
     check_eviction,
 )
@@ -32,9 +34,7 @@ class Generation:
     """The text to go on from."""
     file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file with the prompt, in place of --prompt."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
-    base that it names."""
+    adapter: AdapterName = None
     budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
     """How many tokens a layer's cache may hold, or a budgets.json. By default what stands beside
     the model, if anything."""
@@ -57,8 +57,7 @@ class Generation:
     """0 takes the likeliest token each time; above it, tokens are drawn."""
     chat: bool = True
     """Put the prompt into the tokenizer's chat template, where it has one."""
-    tokenizer: str | None = None
-    """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
+    tokenizer: TokenizerName = None
     device: ModelDevice = "auto"
     dtype: ModelDtype = "auto"
     seed: int = 0

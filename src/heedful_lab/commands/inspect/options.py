@@ -8,9 +8,11 @@ import tyro
 
 from heedful.checks import UserError, check_literals, check_whole
 from heedful_lab.commands.options import (
+    AdapterName,
     EvictionName,
     ModelDevice,
     ModelDtype,
+    TokenizerName,
     check_device,
     check_eviction,
 )
@@ -41,9 +43,7 @@ class Inspection:
     """Take only the first so many tokens of the text; 2,048 at most."""
     layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = ()
     """Show only these layers, counted from 0; all by default."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
-    base that it names."""
+    adapter: AdapterName = None
     budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
     """Show what caches of so many tokens per layer hold, or those of a budgets.json. By default
     what stands beside the model, if anything."""
@@ -51,8 +51,7 @@ class Inspection:
     """Which tokens are evicted under --budget. auto: what selective attention has hidden most, or
     the lowest retention gate; for other mechanisms all but the first and the newest
     (streaming-llm). none: no cache is shown."""
-    tokenizer: str | None = None
-    """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
+    tokenizer: TokenizerName = None
     device: ModelDevice = "auto"
     dtype: ModelDtype = "auto"
     seed: int = 0

@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 import tyro
 
 from heedful.checks import UserError, check_literals, check_whole
-from heedful_lab.commands.options import RECALL, ModelDevice, ModelDtype, check_device
+from heedful_lab.commands.options import (
+    RECALL,
+    ModelDevice,
+    ModelDtype,
+    TokenizerName,
+    check_device,
+)
 
 ShrinkTraining = Literal["none", "selectors", "lora"]
 
@@ -43,8 +49,7 @@ class Shrink:
     """Budgets that the search tries."""
     rows: int = 8
     """Sequences that it tries them on, and as many that the result is measured on."""
-    tokenizer: str | None = None
-    """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
+    tokenizer: TokenizerName = None
     dtype: ModelDtype = "auto"
     device: ModelDevice = "auto"
     seed: int = 0

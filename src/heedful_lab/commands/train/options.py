@@ -26,10 +26,10 @@ class TrainingRecipe(NamedTuple):
     length: int
     learning_rate: float
     warmup: int
-    schedule: Schedule
-    mechanism_rate: float
-    weight_decay: float
-    beta2: float
+    schedule: Schedule = "cosine"
+    mechanism_rate: float = 1.0
+    weight_decay: float = 0.0
+    beta2: float = 0.95
     train: Trained = "all"
     targets: Targets = "text"
     memory_loss: float = 0.0
@@ -38,19 +38,35 @@ class TrainingRecipe(NamedTuple):
 
 
 RECIPES = {
-    "scratch": TrainingRecipe(500, 8, 512, 1e-3, 50, "cosine", 1.0, 0.1, 0.95),
-    "adapt": TrainingRecipe(250, 8, 1024, 2e-5, 25, "cosine", 50.0, 0.0, 0.95),
-    "hide": TrainingRecipe(
-        200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "maps", 0.0, 1.0, (64, 256)
+    "scratch": TrainingRecipe(
+        steps=500, batch=8, length=512, learning_rate=1e-3, warmup=50, weight_decay=0.1
     ),
-    "evict": TrainingRecipe(180, 1, 1024, 5e-4, 10, "cosine", 1.0, 0.0, 0.95, "lora", "base"),
+    "adapt": TrainingRecipe(
+        steps=250, batch=8, length=1024, learning_rate=2e-5, warmup=25, mechanism_rate=50.0
+    ),
+    "hide": TrainingRecipe(
+        steps=200, batch=1, length=1024, learning_rate=2e-3, warmup=10, schedule="linear",
+        train="mechanism", targets="maps", soft_budgets=(64, 256),
+    ),
+    "evict": TrainingRecipe(
+        steps=180, batch=1, length=1024, learning_rate=5e-4, warmup=10, train="lora",
+        targets="base",
+    ),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
-    "mta": TrainingRecipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
-    "mta-long": TrainingRecipe(40_000, 64, 4096, 1.5e-4, 50, "linear", 1.0, 0.0, 0.98),
+    "mta": TrainingRecipe(
+        steps=400_000, batch=128, length=2048, learning_rate=1.5e-4, warmup=375,
+        schedule="linear", weight_decay=0.05, beta2=0.98,
+    ),
+    "mta-long": TrainingRecipe(
+        steps=40_000, batch=64, length=4096, learning_rate=1.5e-4, warmup=50, schedule="linear",
+        beta2=0.98,
+    ),
     # Leviathan et al., arXiv 2410.02703, appendix; the rate is that of a public implementation.
-    "selective": TrainingRecipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
-}
+    "selective": TrainingRecipe(
+        steps=524_288, batch=256, length=512, learning_rate=5e-3, warmup=1000, beta2=0.999
+    ),
+}  # fmt: skip
 """Of the two papers, and four for everyday: a model from scratch, one that has weights, one that
 learns which tokens its cache can do without, and an adapter that learns to do without them."""
 

@@ -1,12 +1,12 @@
-"""A measuring session on a machine that is ours for minutes: what it found is on disk at once.
+"""Cases measured one after another in a worker process that may die; each is on disk at once.
 
-Cases run one after another in a worker process. Its records are appended as they come, a failing
-case is recorded, and a case that kills or hangs the worker is recorded by the process that watches
-it, which then starts another worker. A second session with the same file goes on where the first
-one ended. This file imports nothing heavy.
+A failing case is recorded, and one that kills or hangs the worker by the process that watches it,
+which then starts another worker. A second run with the same file goes on where the first one ended.
+This file imports nothing heavy.
 """
 
 import datetime
+import gc
 import json
 import os
 import signal
@@ -58,14 +58,15 @@ def work(stage: int, cases: Iterable[SessionCase], out: Path, until: float, abou
         record |= {"environment": about}
         if time.time() >= until:
             late = {"status": "not run", "error": "the time of the stage was over"}
-            _append_result(out, record | late)
+            _append(out, record | late)
             continue
         write_whole(_running(out), json.dumps(record | {"until": until}))
         try:
             outcome = {"status": "measured", "numbers": case.measure(until - time.time())}
         except Exception as error:  # whatever a case dies of, the others go on
-            outcome = {"status": "failed", "error": _message(error)}
-        _append_result(out, record | outcome)
+            message = " ".join(str(error).split())[:600]
+            outcome = {"status": "failed", "error": f"{type(error).__name__}: {message}"}
+        _append(out, record | outcome)
         _running(out).unlink()
         if outcome["status"] == "failed" and not _device_answers():
             return False
@@ -93,17 +94,18 @@ def watch(command: Sequence[str], out: Path) -> int:
                 time.sleep(0.2)
                 if _overdue(out):
                     reason = "ran longer than its stage may, and was ended"
-                    _end(process)
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         except BaseException:
-            _end(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             _bury(out, "the session was stopped while this case ran")
             raise
-        code = process.wait()
-        if code == 0:
+        if process.returncode == 0:
             return 0
-        _bury(out, reason or f"its process ended with code {code}")
+        _bury(out, reason or f"its process ended with code {process.returncode}")
         if len(read(out)) == before:
-            return code if code > 0 else 1
+            return max(process.returncode, 1)
 
 
 def read(out: Path) -> list[dict]:
@@ -119,18 +121,14 @@ def _key(record: dict) -> str:
     return json.dumps([record["stage"], record["case"], record["config"]], sort_keys=True)
 
 
-def _append_result(out: Path, record: dict) -> None:
+def _append(out: Path, record: dict) -> None:
     record["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    _say(record)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    append_line(out, json.dumps(record))
-
-
-def _say(record: dict) -> None:
     numbers = record.get("numbers", {})
     parts = [f"{k} {v:,.4g}" for k, v in numbers.items() if isinstance(v, int | float)]
     result = " ".join(parts) if "numbers" in record else f"{record['status']}: {record['error']}"
     print(f"{record['stage']} {record['case']}: {result}", flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    append_line(out, json.dumps(record))
 
 
 def _running(out: Path) -> Path:
@@ -143,7 +141,7 @@ def _bury(out: Path, reason: str) -> None:
     with suppress(FileNotFoundError, ValueError):
         record = json.loads(_running(out).read_text())
         record.pop("until")
-        _append_result(out, record | {"status": "failed", "error": reason})
+        _append(out, record | {"status": "failed", "error": reason})
     _running(out).unlink(missing_ok=True)
 
 
@@ -151,21 +149,6 @@ def _overdue(out: Path) -> bool:
     with suppress(FileNotFoundError, ValueError):
         return time.time() > json.loads(_running(out).read_text())["until"] + GRACE
     return False
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the worker with whatever it started."""
-    with suppress(ProcessLookupError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:  # Windows
-            process.kill()
-    process.wait()
-
-
-def _message(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {' '.join(lines)[:600]}"
 
 
 def _device_answers() -> bool:
@@ -176,8 +159,6 @@ def _device_answers() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return True
-    import gc
-
     gc.collect()
     try:
         torch.cuda.synchronize()
