@@ -35,7 +35,7 @@ from heedful_lab.records import Record, append, read_records
 from heedful_lab.records.environment import environment
 
 MECHANISMS = (
-    "standard", "mta", "gated", "mta-published", "talking-heads", "selective", "differential",
+    "standard", "mta", "mta-flash", "gated", "mta-published", "talking-heads", "selective", "differential",
     "differential-v2", "knocking-heads", "canon", "exclusive", "forgetting", "parallax", "dex",
     "simplicial", "local-global",
 )  # fmt: skip
