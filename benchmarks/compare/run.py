@@ -35,9 +35,9 @@ from heedful_lab.records import Record, append, read_records
 from heedful_lab.records.environment import environment
 
 MECHANISMS = (
-    "standard", "mta", "mta-flash", "gated", "mta-published", "talking-heads", "selective", "differential",
-    "differential-v2", "knocking-heads", "canon", "exclusive", "forgetting", "parallax", "dex",
-    "simplicial", "local-global",
+    "standard", "mta", "mta-flash", "gated", "mta-published", "talking-heads", "selective",
+    "differential", "differential-v2", "knocking-heads", "canon", "exclusive", "forgetting",
+    "parallax", "dex", "simplicial", "local-global",
 )  # fmt: skip
 FACTORS = (0.5, 1.0, 2.0)  # of a task's learning rate
 TRIED_WITH = 100  # the seed of the learning rates
