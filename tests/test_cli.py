@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import heedful
 from heedful.checks import UserError
 from heedful.eviction import POLICIES
-from heedful.nn import NAMES
 from heedful_lab import doctor
 from heedful_lab.cli import main
 from heedful_lab.commands.bench import cases
@@ -31,6 +30,7 @@ from heedful_lab.commands.compare import options as comparison
 from heedful_lab.commands.compare import setups
 from heedful_lab.commands.options import EVICTIONS
 from heedful_lab.commands.policies import spelled
+from heedful_lab.rivals.table import TABLE
 from heedful_lab.tasks import TASKS
 from helpers.command_line import refusal, status_of
 
@@ -209,7 +209,7 @@ def test_the_version_is_printed(capsys):
 def test_help_lists_what_the_rooms_accept(capsys):
     lists = {
         comparison.TaskName: TASKS,
-        comparison.MechanismName: NAMES,
+        comparison.MechanismName: [row.name for row in TABLE],
         comparison.Device: ("auto", "cpu", "cuda"),
         config.CaseName: cases.MECHANISMS,
         config.ImplName: cases.OURS + cases.PEERS,

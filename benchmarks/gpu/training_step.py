@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import heedful
 from heedful.files import write_lines
-from heedful.nn import NAMES
 from heedful.testing import process_peak_mib
 from heedful_lab.commands.bench.clock import spread
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import convert
+from heedful_lab.rivals.table import TABLE
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def model_of(sizes: Step, mechanism: str, impl: str, device: str) -> torch.nn.Mo
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
     if mechanism != "unconverted":
-        heedful.convert(model, mechanism, impl=impl)
+        convert(model, mechanism, impl=impl)
     return model.train()
 
 
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure every mechanism, print a table, and write records to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mechanisms", nargs="+", default=["unconverted", "mta-published"],
-                        choices=["unconverted", *NAMES])  # fmt: skip
+                        choices=["unconverted", *(row.name for row in TABLE)])  # fmt: skip
     parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
     numbers = [field for field in fields(Step) if type(field.default) is int]
     for field in numbers:

@@ -23,7 +23,6 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-import heedful
 from benchmarks.parts import add_task_options, check_same, read_partial, task_of
 from heedful.eviction import TOVA, Eviction, LowestGate, MostHidden, Random, StreamingLLM
 from heedful.files import append_line
@@ -34,6 +33,7 @@ from heedful_lab.commands.compare.scoring import score_rows
 from heedful_lab.commands.compare.small_caches import bf16_bytes
 from heedful_lab.records.environment import environment
 from heedful_lab.rivals.calibration import calibrate
+from heedful_lab.rivals.models import load
 from heedful_lab.rivals.triattention import TriAttention
 from heedful_lab.tasks import Task
 
@@ -62,7 +62,7 @@ def main() -> None:
     about = {"task": args.task, "length": task.length, "rows": args.rows}
     for name, word in zip(names, args.models, strict=True):
         try:
-            model = heedful.load(word.partition("=")[2], budgets=False, convert=True).eval()
+            model = load(word.partition("=")[2], budgets=False, convert=True).eval()
         except ValueError as error:
             raise SystemExit(f"{word}: {error}") from None
         if "measure" not in about:

@@ -171,8 +171,8 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
     from transformers.utils import logging
 
     from heedful.hf.stock import stock_class
-    from heedful.nn import TABLE
     from heedful_lab.commands.models import configuration_of
+    from heedful_lab.rivals.table import TABLE
 
     logging.set_verbosity_error()
     config, mechanisms = configuration_of(name)
@@ -211,9 +211,9 @@ class _Fit(NamedTuple):
 
 def _fit(model, config) -> tuple[_Fit | None, str]:
     """Describe a mechanism in a model on `meta`, or why it does not fit."""
-    from heedful.hf import convert
     from heedful.hf.cache.places import kept_beside
     from heedful.nn import Layer
+    from heedful_lab.rivals.models import convert
 
     try:
         conversion = convert(model, config, verify=False)  # on meta

@@ -22,7 +22,6 @@ MECHANISMS = {
     "mta": MultiToken(conv_every=1),
     "selective": Selective(),
     "differential": "differential",
-    "differential-v2": "differential-v2",
     "knocking-heads": "knocking-heads",
     "canon": "canon",
 }
@@ -126,7 +125,6 @@ CHECKS = {
     "multi-token with a soft cap, padded": (check, "mta", "padded", False, "gemma2"),
     "Canon, padded": (check, "canon", "padded", False),
     "Canon, packed with a cache": (check, "canon", "packed", True),
-    "Differential V2, with a cache": (check, "differential-v2", "plain", True),
     "knocking heads behind one projection": (check, "knocking-heads", "padded", False, "gpt_neox"),
     "T5, padded": (two_rows, "t5"),
     "BART, padded": (two_rows, "bart"),

@@ -81,7 +81,6 @@ FAMILIES = {
 }
 # SDPA has no cap and no sinks: their own attention rounds at other places.
 EAGER = ("gemma2", "gpt_oss")
-FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and values
 
 
 def of_few_layers(name: str):
@@ -95,9 +94,7 @@ def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
     if name.startswith(("grouped", "forgetting", "simplicial")):
         return family not in EAGER
-    if name == "mta-flash":
-        return family != "gemma2"
-    return name != "differential-v2" or family not in (*FUSED, "olmo2")
+    return name != "mta-flash" or family != "gemma2"
 
 
 def config_of(family: str, **changes: object):

@@ -250,7 +250,7 @@ DAMAGE = {
         f, heedful={"mechanisms": [{"mechanism": "mta", "layers": [0]}]}
     ),
     "config.json has no valid 'layers'": lambda f: change_part(f, layers=3),
-    "mechanism kind must be one of .* got 'Clustered'; it was written by another": lambda f: (
+    "mechanism kind must be one of .* got 'Clustered': pass the class of its conf": lambda f: (
         change_part(f, mechanism={"kind": "Clustered"})
     ),
     "Selective has no field size; it was written by another": lambda f: change_part(

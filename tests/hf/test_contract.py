@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from heedful.nn import (
     Standard,
     StandardAttention,
     TalkingHeads,
+    from_json,
 )
 from heedful.nn.layer import ALONE
 from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin, varied
@@ -97,6 +99,91 @@ def test_a_layer_can_act_before_the_rotation(monkeypatch):
         torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=0, atol=1e-11)
     conversion.revert()
     assert torch.equal(logits(plain, ids), before)
+
+
+@dataclass(frozen=True)
+class Louder:
+    """A mechanism of one's own: standard attention times a learned factor per head."""
+
+    start: float = 1.0
+    tags: tuple[str, ...] = ()
+
+    def build(self, shape: HeadShape) -> "LouderAttention":
+        return LouderAttention(self, shape)
+
+
+class LouderAttention(StandardAttention):
+    def __init__(self, config: Louder, shape: HeadShape) -> None:
+        super().__init__(Standard(), shape)
+        self.factor = nn.Parameter(torch.full((shape.heads, 1, 1), config.start))
+
+    def forward(self, *qkv, **options) -> LayerOutput:
+        result = super().forward(*qkv, **options)
+        return result._replace(output=(result.output * self.factor).to(result.output.dtype))
+
+
+def test_a_mechanism_of_ones_own(tmp_path):
+    """Converted, trained, saved, loaded and reverted as heedful's are."""
+    model, ids = tiny(dtype=torch.float32), tokens()
+    before = logits(model, ids)
+    conversion = heedful.convert(model, {Louder(tags=("a", "b")): [0, 2], "selective": [1]})
+    optimizer = torch.optim.AdamW(conversion.parameters().values(), lr=0.1)
+    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    changed = logits(model.eval(), ids)
+    assert not torch.allclose(changed, before, atol=1e-3)
+    model.save_pretrained(tmp_path / "whole")
+    again = heedful.load(tmp_path / "whole", mechanisms=[Louder])
+    assert again._heedful.mechanisms == conversion.mechanisms
+    assert torch.equal(logits(again, ids), changed)
+    with pytest.raises(ValueError, match=r"got 'Louder': .* heedful.load\(..., mechanisms="):
+        heedful.load(tmp_path / "whole")
+    plain = heedful.revert(model)
+    assert torch.equal(logits(plain, ids), before)
+    heedful.save_adapter(again, tmp_path / "adapter", base="base")
+    heedful.load(plain, adapter=tmp_path / "adapter", mechanisms=[Louder])
+    assert torch.equal(logits(plain, ids), changed)
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """Fields that no file would give back."""
+
+    factor: object = 1.0
+
+    def build(self, shape: HeadShape) -> StandardAttention:
+        return StandardAttention(Standard(), shape)
+
+
+Impostor = type("Gated", (Louder,), {})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (3, "a name or a configuration such as .* got 3"),
+        (Louder, "a frozen dataclass with build"),
+        (Unsaved([1.0]), "must have fields that JSON can hold"),
+        (Unsaved(torch.ones(2)), "must have fields that JSON can hold"),
+        (Impostor(), r"has the name of heedful\.Gated, .* call the class otherwise"),
+    ],
+    ids=["no configuration", "a class", "a list", "a tensor", "a name that is taken"],
+)
+def test_configurations_that_no_file_could_hold_are_refused(config, message):
+    model = tiny()
+    with pytest.raises(ValueError, match=message):
+        heedful.convert(model, config)
+    assert not isinstance(getattr(model, "_heedful", None), heedful.Conversion)
+
+
+def test_the_classes_that_load_is_given_are_checked():
+    for wrong, message in {
+        (Louder(),): "must be classes of configurations",
+        (Impostor,): "has the name of heedful.Gated",
+        (Louder, type("Louder", (Louder,), {})): "two classes of the name Louder",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            from_json({"kind": "Louder"}, wrong)
 
 
 HYBRID = {

@@ -30,16 +30,12 @@ import heedful
 from heedful.nn import (
     NAMES,
     Canon,
-    Dex,
     Differential,
-    DifferentialV2,
-    Exclusive,
     Forgetting,
     Gated,
     KnockingHeads,
     LocalGlobal,
     MultiToken,
-    Parallax,
     RetentionGate,
     Selective,
     Simplicial,
@@ -66,21 +62,17 @@ EVERYWHERE = {
     "selective": Selective(),
     "selective-extra": Selective(selector="extra"),
     "differential": Differential(),
-    "differential-v2": DifferentialV2(),
     "knocking-heads": KnockingHeads(form="mlp"),
     "canon": Canon(),
     "gated": Gated("head"),
-    "exclusive": Exclusive(),
     "forgetting": Forgetting(),
-    "parallax": Parallax(),
-    "dex": Dex((0, 3)),
     "simplicial": Simplicial(6, 4, every=1),
     "retention-gate": RetentionGate(),
     "self-pruned": RetentionGate(window=3),
 }
 # Torch's own attention, whatever `impl` says.
-SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated", "exclusive")
-SDPA += ("forgetting", "parallax", "dex", "simplicial", "retention-gate", "self-pruned")
+SDPA = ("standard", "knocking-heads", "canon", "gated")
+SDPA += ("forgetting", "simplicial", "retention-gate", "self-pruned")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 
@@ -112,7 +104,7 @@ def test_gradients_reach_every_parameter_of_the_mechanism(name):
     model.train()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     own = conversion.parameters()
-    assert bool(own) == (name not in ("standard", "selective", "exclusive"))
+    assert bool(own) == (name not in ("standard", "selective"))
     for parameter, p in own.items():
         if name == "retention-gate":  # in no output: attention maps train it
             assert p.grad is None

@@ -20,8 +20,8 @@ from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, t
 every = pytest.mark.parametrize("family", ENCODER_DECODERS)
 MTA = MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1)
 BY_NAME = (
-    "standard", "talking-heads", "selective", "differential", "canon", "differential-v2",
-    "exclusive", "forgetting", "parallax", "dex",
+    "standard", "talking-heads", "selective", "differential", "canon",
+    "forgetting",
 )  # fmt: skip
 MECHANISMS = {name: mechanism(name) for name in BY_NAME} | {
     "mta": MTA,
@@ -36,8 +36,7 @@ UNCHANGING = {
     "selective with an extra head": Selective(selector="extra"),
 }
 EVERYWHERE = ("decoder", "encoder", "cross")
-ROLES = dict.fromkeys(("selective", "canon", "forgetting", "parallax"), ("decoder",))
-ROLES["exclusive"] = ("decoder", "encoder")
+ROLES = dict.fromkeys(("selective", "canon", "forgetting"), ("decoder",))
 
 
 def converted(family: str, mechanism: object, **options):

@@ -11,16 +11,13 @@ from heedful import ops
 from heedful.nn import (
     NAMES,
     Canon,
-    Dex,
     Differential,
-    Exclusive,
     Forgetting,
     Grouped,
     HeadShape,
     Layer,
     LayerInputs,
     MultiToken,
-    Parallax,
     ProjectionContext,
     RetentionGate,
     Selective,
@@ -59,8 +56,6 @@ IDENTITIES = {
     "talking heads": TalkingHeads(),
     "talking heads in pairs": TalkingHeads(group=2),
     "forgetting": Forgetting("identity"),
-    "parallax": Parallax(),
-    "dex": Dex(),
     "retention-gate": RetentionGate(),
     "self-pruned": RetentionGate(window=3),
     "selective with an extra head": Selective(selector="extra"),
@@ -167,10 +162,7 @@ def test_what_layers_declare():
         MultiToken(): (10, (), nothing),
         Selective(): (0, ("F",), nothing),
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
-        Exclusive(): (0, (), nothing),
         Forgetting(): (0, ("F",), inputs),
-        Parallax(): (0, (), inputs | {"rotation"}),
-        Dex(): (0, (), nothing),
         Simplicial(): (0, (), nothing),  # every fourth layer
         Simplicial(every=1): (0, ("second keys", "second values"), inputs),
         RetentionGate(): (0, ("gate",), inputs),
@@ -218,12 +210,6 @@ def test_maps_are_what_multiplies_the_values(name):
         actual = pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
     else:
         actual = maps @ v.repeat_interleave(2, dim=1)
-    if name == "exclusive":  # whose projection acts behind the map
-        own = v.repeat_interleave(2, dim=1)
-        along = (actual * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
-        actual = actual - along * own
-    if name == "dex":  # whose matrix does too
-        actual = actual - attention.factor * (actual @ attention.matrix)
     torch.testing.assert_close(actual, out, **EXACT)
 
 

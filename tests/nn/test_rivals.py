@@ -8,7 +8,6 @@ from torch import Tensor
 
 from heedful.nn import (
     Canon,
-    DifferentialV2,
     Gated,
     HeadShape,
     KnockingHeads,
@@ -18,29 +17,10 @@ from heedful.nn import (
     Standard,
 )
 from heedful.ops import Visibility
-from helpers.layers import SHAPE, stirred
+from helpers.layers import SHAPE, attended, stirred
 from helpers.oracle import EXACT, draw
 
 ROWS = {"q": 4, "k": 2, "v": 2}
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal softmax attention, `[B, T, H, D]`, number by number."""
-    batch, length, heads, dim = q.shape
-    group = heads // k.shape[2]
-    out = torch.zeros_like(q)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(length):
-                first = 0 if window is None else max(0, i - window + 1)
-                logits = [
-                    sum(float(q[b, i, h, c] * k[b, j, h // group, c]) for c in range(dim))
-                    for j in range(first, i + 1)
-                ]
-                weights = [math.exp(x / dim**0.5) for x in logits]
-                for j, weight in zip(range(first, i + 1), weights, strict=True):
-                    out[b, i, h] += weight / sum(weights) * v[b, j, h // group]
-    return out
 
 
 @pytest.mark.parametrize("parts", [("v",), ("q", "k", "v"), ("k",)])
@@ -154,51 +134,6 @@ def test_where_canon_stands_and_how_it_starts():
     assert all(0 < kernel.abs().max() <= 0.5 for kernel in module.kernels.values())
     assert all(bool((kernel == 0).all()) for kernel in Canon().build(SHAPE).kernels.values())
     assert module.roles == {"decoder"} and not module.plain_cache
-
-
-def test_differential_v2():
-    """Pairs of queries over one key and value, and a lambda per token and head."""
-    module = stirred(DifferentialV2())
-    inputs, q = draw(2, 5, 20), draw(2, 5, 4, 6)
-    k, v = draw(2, 5, 2, 6), draw(2, 5, 2, 6)
-    second = torch.zeros_like(q)
-    for b, t, h, c in torch.cartesian_prod(*map(torch.arange, q.shape)).tolist():
-        row = module.query.weight.detach()[h * 6 + c]
-        second[b, t, h, c] = sum(float(inputs[b, t, e] * row[e]) for e in range(20))
-    pairs = module.before_rotation("q", q, ProjectionContext(input=inputs))
-    torch.testing.assert_close(pairs[:, :, 0::2], q, **EXACT)
-    torch.testing.assert_close(pairs[:, :, 1::2], second, **EXACT)
-    assert module.before_rotation("k", k, ProjectionContext(input=inputs)) is k
-    expected = attended(q, k, v)
-    less = attended(second, k, v)
-    for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        logit = sum(float(inputs[b, t, e] * module.lam.weight.detach()[h, e]) for e in range(20))
-        expected[b, t, h] -= less[b, t, h] / (1 + math.exp(-logit))
-    out = module(
-        *(x.transpose(1, 2) for x in (pairs, k, v)), inputs=LayerInputs(input=inputs)
-    ).output
-    torch.testing.assert_close(out.transpose(1, 2), expected, **EXACT)
-
-
-def test_both_queries_of_differential_v2_get_the_familys_bias_and_sink():
-    module, inputs = stirred(DifferentialV2()), draw(2, 5, 20)
-    q, k, v = draw(2, 8, 5, 6), draw(2, 2, 5, 6), draw(2, 2, 5, 6)
-    bias, sinks = draw(1, 4, 5, 5), draw(4)
-    logits = q @ k.repeat_interleave(4, 1).mT / 6**0.5 + bias.repeat_interleave(2, 1)
-    logits = logits.masked_fill(~torch.ones(5, 5).bool().tril(), -math.inf)
-    column = sinks.repeat_interleave(2)[:, None, None].expand(2, 8, 5, 1)
-    both = torch.cat([logits, column], -1).softmax(-1)[..., :5] @ v.repeat_interleave(4, 1)
-    beside = LayerInputs(input=inputs, bias=bias, sinks=sinks)
-    expected = both[:, 0::2] - module.lambdas(beside, 5) * both[:, 1::2]
-    torch.testing.assert_close(module(q, k, v, inputs=beside).output, expected, **EXACT)
-
-
-def test_lambdas_of_differential_v2_start_at_one_half():
-    module, inputs = DifferentialV2().build(SHAPE).double(), draw(2, 5, 20)
-    assert bool((module.lambdas(LayerInputs(input=inputs), 3) == 0.5).all())
-    assert module.query.weight.std().item() == pytest.approx(20**-0.5, rel=0.1)
-    # One more query projection, and a lambda per head: what the published count has beyond ours.
-    assert sum(p.numel() for p in module.parameters()) == 4 * 6 * 20 + 4 * 20
 
 
 @pytest.mark.parametrize("per", ["channel", "head"])

@@ -14,6 +14,7 @@ import heedful
 from heedful.nn import MultiToken, ablations
 from heedful_lab.commands.models import mechanisms_named
 from heedful_lab.records.budgeted import read_budgeted
+from heedful_lab.rivals.models import convert
 from heedful_lab.tasks import TASKS, Recall
 from heedful_lab.tasks.samples import Recipe
 
@@ -94,7 +95,7 @@ def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run, sc
 
     def parameters(name: str, config: dict) -> int:
         model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(config))
-        heedful.convert(model, name)
+        convert(model, name)
         return sum(x.numel() for x in model.parameters())
 
     config = script.CONFIG | script.NARROWER["differential-v2, narrower"]

@@ -43,7 +43,7 @@ from heedful.hf.save import set_use_cache, use_cache_settings
 from heedful.hf.versions import CacheName, implementation_of, newer_than_tested, set_implementation
 from heedful.nn import (
     Layer,
-    Mechanism,
+    MechanismConfig,
     MultiTokenAttention,
     Role,
     Selective,
@@ -81,8 +81,8 @@ class Conversion:
     """
 
     model: PreTrainedModel = field(repr=False)
-    mechanisms: dict[Mechanism, tuple[int, ...]]
-    where: dict[Mechanism, tuple[Role, ...]]
+    mechanisms: dict[MechanismConfig, tuple[int, ...]]
+    where: dict[MechanismConfig, tuple[Role, ...]]
     _undo: UndoInfo = field(repr=False)
     eviction: Eviction | None = None
     after_eviction: AfterEviction | None = field(default=None, repr=False)
@@ -90,7 +90,7 @@ class Conversion:
     _budgets: str | None = field(default=None, repr=False)  # the text of that file
 
     @property
-    def mechanism(self) -> Mechanism:
+    def mechanism(self) -> MechanismConfig:
         """The one mechanism; raises where there are several."""
         if len(self.mechanisms) > 1:
             raise UserError(
@@ -124,7 +124,7 @@ class Placement(NamedTuple):
 
     attention: Attention
     layer: Layer
-    config: Mechanism | None
+    config: MechanismConfig | None
     hooks: list[ProjectionHook]
     rotation: Rotation | None
     mlp: nn.Module | None
@@ -141,7 +141,7 @@ class _ScaledInput(NamedTuple):
 
 def convert(
     model: PreTrainedModel,
-    mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
+    mechanism: MechanismConfig | str | Mapping[MechanismConfig | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
     where: Role | Iterable[Role] | Mapping | None = None,
@@ -207,13 +207,13 @@ def _is_trained(model: nn.Module) -> bool:
     return not vectors or any(bool((p != p[0]).any()) for p in vectors)
 
 
-def _masks_at_once(mechanism: Mechanism) -> bool:
+def _masks_at_once(mechanism: MechanismConfig) -> bool:
     return isinstance(mechanism, Selective) and mechanism.selector != "extra"
 
 
 def replace_attention(
     model: PreTrainedModel,
-    mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
+    mechanism: MechanismConfig | str | Mapping[MechanismConfig | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
     where: Role | Iterable[Role] | Mapping | None = None,
@@ -270,7 +270,10 @@ def _check_convertible(model: object) -> None:
 
 
 def _placement(
-    model: PreTrainedModel, attention: Attention, plan: dict[Mechanism, Assignment], impl: Impl
+    model: PreTrainedModel,
+    attention: Attention,
+    plan: dict[MechanismConfig, Assignment],
+    impl: Impl,
 ) -> Placement:
     """Build the plan's layer for an attention module; nothing of the model changes."""
     module, terms, shape = attention.module, terms_of(attention.module), head_shape(attention)
@@ -310,7 +313,11 @@ def _is_standard(layer: Layer) -> bool:
 
 
 def _is_defined(
-    config: Mechanism, layer: Layer, attention: Attention, terms: frozenset[Term], explicit: bool
+    config: MechanismConfig,
+    layer: Layer,
+    attention: Attention,
+    terms: frozenset[Term],
+    explicit: bool,
 ) -> bool:
     """Test whether a mechanism is defined in a module; raises where it was named for it."""
     family = type(attention.module).__name__

@@ -395,6 +395,18 @@ class Layer(nn.Module):
         return []
 
 
+@runtime_checkable
+class MechanismConfig(Protocol):
+    """Configuration of a mechanism: a frozen dataclass, whose class name files know it by.
+
+    Fields hold numbers, texts, flags, `None`, and tuples of these. It makes the layer of each
+    attention module that it is given to.
+    """
+
+    def build(self, shape: HeadShape) -> Layer:
+        """The layer for one attention module, with all parameters initialised."""
+
+
 def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
     """Raise unless the inputs hold everything that the layer needs, and no term that it ignores."""
     for name in sorted(TERMS - layer.takes):

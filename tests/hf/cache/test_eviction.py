@@ -33,8 +33,8 @@ SERVED = [
     if serves(policy, name)
 ]
 
-SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon", "gated",
-                                          "exclusive", "forgetting")
+SERVED += [(name, policy) for name in ("knocking-heads", "canon", "gated",
+                                          "forgetting")
            for policy in (StreamingLLM, H2O)]  # fmt: skip
 SERVED += [("forgetting", MostHidden)]
 FITTING = [(name, policy, family) for name, policy in SERVED

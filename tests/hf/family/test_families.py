@@ -9,7 +9,6 @@ from heedful.hf.versions import implementation_of
 from heedful.nn import (
     Canon,
     Differential,
-    DifferentialV2,
     KnockingHeads,
     LocalGlobal,
     MultiToken,
@@ -46,7 +45,6 @@ MECHANISMS = {
     "knocking-heads": KnockingHeads(("q", "k", "v")),
     "knocking-heads-mlp": KnockingHeads(form="mlp"),
     "canon": Canon(),
-    "differential-v2": DifferentialV2(),
     "local-global": LocalGlobal(window=3, every=2),
     "simplicial": Simplicial(window=4, second_window=2, every=2),
 }
@@ -178,23 +176,6 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_reverts(name, family, side, tmp
     heedful.revert(again).set_attn_implementation(implementation_of(model.config))  # not saved
     assert torch.equal(logits(again, ids), plain)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-REFUSED = {
-    "gpt2": "its c_attn gives queries, keys and values in one, cut at fixed places",
-    "gpt_neox": "its query_key_value gives queries, keys and values in one",
-    "phi3": "its qkv_proj gives queries, keys and values in one",
-    "olmo2": r"its attention cannot be asked alone \(RuntimeError: ",
-}
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_families_without_room_for_second_queries_are_refused(family):
-    model, ids = tiny(family), tokens()
-    before = logits(model, ids)
-    with pytest.raises(ValueError, match=REFUSED[family]):
-        heedful.convert(model, "differential-v2")
-    assert torch.equal(logits(model, ids), before)
 
 
 @every

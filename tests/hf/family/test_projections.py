@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, DbrxConfig
 
 import heedful
 from heedful.hf.family.projections import PROJECTION_HOOKS
-from heedful.nn import Canon, DifferentialV2, KnockingHeads
+from heedful.nn import Canon, KnockingHeads
 from helpers import encoder_families
 from helpers.families import FAMILIES, logits, stir, tiny, tokens, twin, varied
 
@@ -114,7 +114,7 @@ def test_projections_that_cannot_be_distinguished_are_refused(reason):
     assert type(model) is kind and not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("config", [Canon(), KnockingHeads(("q",)), DifferentialV2()], ids=str)
+@pytest.mark.parametrize("config", [Canon(), KnockingHeads(("q",))], ids=str)
 def test_a_model_without_numbers_is_converted(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny("qwen3").config)
@@ -124,7 +124,7 @@ def test_a_model_without_numbers_is_converted(config):
 def test_a_layer_of_neighbours_beside_others():
     """Rows from before the rotation are the layer's own; other layers have none."""
     model, ids = tiny(), tokens(2, 12)
-    varied(model, {Canon("B"): [0], "selective": [1], "differential-v2": [2]})
+    varied(model, {Canon("B"): [0], "selective": [1], "gated": [2]})
     cache, parts = heedful.new_cache(model), []
     with torch.no_grad():
         for piece in ids.split([5, 1, 4, 1, 1], dim=1):

@@ -23,7 +23,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from heedful.checks import UserError
 from heedful.files import only_writer, write_lines, write_whole, writing_to
-from heedful.hf import conversion_of, load, revert
+from heedful.hf import conversion_of, revert
 from heedful.hf.adapter_folders import save_adapter
 from heedful.hf.adapters import converted_inside
 from heedful.hf.budgets import NAME, write_budgets
@@ -41,6 +41,7 @@ from heedful_lab.commands.train.mixture import Mixture, read_mixture
 from heedful_lab.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
 from heedful_lab.commands.train.start import Start, has_weights, starting_point
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import load
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 

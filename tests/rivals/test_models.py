@@ -1,0 +1,126 @@
+"""Models with baselines: the promises of `convert`, `load` and `revert`, and the table."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import heedful
+from heedful.nn import to_json
+from heedful.testing import assert_causal
+from heedful_lab.rivals.dex import Dex
+from heedful_lab.rivals.differential_v2 import DifferentialV2
+from heedful_lab.rivals.exclusive import Exclusive
+from heedful_lab.rivals.models import convert, load
+from heedful_lab.rivals.papers import cite_rival
+from heedful_lab.rivals.parallax import Parallax
+from heedful_lab.rivals.table import MECHANISMS, RIVALS, TABLE, from_json, mechanism
+from helpers.families import logits, ragged_mask, stir, tiny, tokens
+
+CONFIGS = {
+    "differential-v2": DifferentialV2(),
+    "exclusive": Exclusive(),
+    "parallax": Parallax(),
+    "dex": Dex((0, 3)),
+}
+every = pytest.mark.parametrize("name", CONFIGS)
+
+
+def converted(name: str, family: str = "llama", by: float = 0.2, **options):
+    """The model with parameters away from where they start."""
+    model = tiny(family, **options)
+    convert(model, CONFIGS[name])
+    stir(model, by, only=".heedful.")
+    return model
+
+
+def same(actual, expected) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
+
+
+@every
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_packed_documents_are_separate_ones(name, family):
+    model, ids = converted(name, family), tokens(1, 17)
+    parts = ids.split([7, 2, 8], dim=1)
+    places = torch.cat([torch.arange(x.shape[1]) for x in parts])[None]
+    expected = torch.cat([logits(model, x) for x in parts], 1)
+    same(logits(model, ids, position_ids=places), expected)
+
+
+@every
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_a_padded_sequence_is_the_sequence_alone(name, family):
+    model, ids = converted(name, family), tokens(3, 13)
+    for left in (True, False):
+        mask = ragged_mask(3, 13, left=left)
+        places = (mask.cumsum(1) - 1).clamp(min=0)  # rotated alike, to the last bit
+        actual = logits(model, ids, attention_mask=mask, position_ids=places)
+        for row, real in enumerate(mask.bool()):
+            same(actual[row, real], logits(model, ids[row, real][None])[0])
+
+
+@every
+def test_no_later_token_changes_a_bit(name):
+    model = converted(name, dtype=torch.float32, vocab_size=40)
+    table = model.get_input_embeddings().weight.detach()
+    x = table[tokens(1, 20)]
+    assert_causal(lambda x: model(inputs_embeds=x, use_cache=False).logits, x, dim=1)
+
+
+@every
+def test_a_step_of_training_reaches_every_parameter(name):
+    model, ids = converted(name, dtype=torch.float32).train(), tokens()
+    own = model._heedful.parameters()
+    before = {x: p.detach().clone() for x, p in own.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    assert all(not torch.equal(p, before[x]) for x, p in own.items())
+    assert bool(own) == (name != "exclusive")
+
+
+@every
+def test_a_model_comes_back_from_its_folder_and_reverts(name, tmp_path):
+    plain, ids = tiny(dtype=torch.float32), tokens()
+    model = copy.deepcopy(plain)
+    convert(model, CONFIGS[name])
+    stir(model, 0.2, only=".heedful.")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again._heedful.mechanism == CONFIGS[name]
+    expected = logits(model, ids)
+    assert not torch.equal(expected, logits(plain, ids))
+    for other in (again, copy.deepcopy(model)):
+        assert torch.equal(logits(other, ids), expected)
+        heedful.revert(other)
+        assert torch.equal(logits(other, ids), logits(plain, ids))
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
+    kind = type(CONFIGS[name]).__name__
+    with pytest.raises(ValueError, match=rf"got '{kind}': .* mechanisms="):
+        heedful.load(tmp_path)
+    assert torch.equal(logits(heedful.load(tmp_path, mechanisms=MECHANISMS), ids), expected)
+
+
+@every
+def test_generation_is_the_same_with_and_without_a_cache(name):
+    model, ids = converted(name), tokens(2, 9)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_the_table():
+    names = [row.name for row in TABLE]
+    assert len({*names}) == len(names) == len(heedful.nn.NAMES) + len(RIVALS)
+    for row in RIVALS:
+        assert mechanism(row.name) == row.config and row.about
+        assert from_json(json.loads(json.dumps(to_json(row.config)))) == row.config
+        assert cite_rival(row.name).count("@article") == 1
+    assert mechanism("mta") == heedful.MultiToken()
+    assert cite_rival("mta") == heedful.cite("mta")
+    with pytest.raises(ValueError, match="did you mean 'parallax'"):
+        mechanism("paralax")
+    with pytest.raises(ValueError, match=r"one of heedful's mechanisms .* got Dex"):
+        heedful.cite(Dex())
