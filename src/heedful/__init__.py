@@ -11,17 +11,14 @@ if TYPE_CHECKING:
     from heedful.hf.look import LayerLook, look
     from heedful.hf.stock import stock_model, stock_tokenizer
     from heedful.nn import (
-        Canon,
         Differential,
         Forgetting,
         Gated,
         Grouped,
-        KnockingHeads,
         LocalGlobal,
         MultiToken,
         RetentionGate,
         Selective,
-        Simplicial,
         Standard,
         TalkingHeads,
     )
@@ -56,17 +53,14 @@ _ROOMS = {
         "summarise",
     ),
     "heedful.nn": (
-        "Canon",
         "Differential",
         "Forgetting",
         "Gated",
         "Grouped",
-        "KnockingHeads",
         "LocalGlobal",
         "MultiToken",
         "RetentionGate",
         "Selective",
-        "Simplicial",
         "Standard",
         "TalkingHeads",
     ),
@@ -82,7 +76,6 @@ _ROOMS = {
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
-    "Canon",
     "Conversion",
     "Differential",
     "Forgetting",
@@ -91,7 +84,6 @@ __all__ = [
     "GroupingLoss",
     "Groups",
     "KVCache",
-    "KnockingHeads",
     "LayerLook",
     "LocalGlobal",
     "LowRank",
@@ -100,7 +92,6 @@ __all__ = [
     "RetentionGate",
     "Selective",
     "SelectiveOutput",
-    "Simplicial",
     "Standard",
     "Summaries",
     "TalkingHeads",

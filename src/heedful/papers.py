@@ -7,18 +7,15 @@ from transformers import PreTrainedModel
 from heedful.checks import UserError
 from heedful.hf import conversion_of
 from heedful.nn import (
-    Canon,
     Differential,
     Forgetting,
     Gated,
     Grouped,
-    KnockingHeads,
     LocalGlobal,
     MechanismConfig,
     MultiToken,
     RetentionGate,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
     mechanism,
@@ -51,16 +48,6 @@ _DIFFERENTIAL = (
     "Ye, Tianzhu and Dong, Li and Xia, Yuqing and Sun, Yutao and Zhu, Yi and Huang, Gao and "
     "Wei, Furu", "arXiv:2410.05258", 2024,
 )  # fmt: skip
-_KNOCKING = (
-    "zhou2025knocking", "Knocking-Heads Attention",
-    "Zhou, Zhanchao and Chen, Xiaodong and Chen, Haoxing and Lan, Zhenzhong and Li, Jianguo",
-    "arXiv:2510.23052", 2025,
-)  # fmt: skip
-_CANON = (
-    "allenzhu2025canon",
-    "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers",
-    "Allen-Zhu, Zeyuan", "arXiv:2512.17351", 2025,
-)  # fmt: skip
 _GEMMA = ("gemma2025", "Gemma 3 Technical Report", "Gemma Team", "arXiv:2503.19786", 2025)
 _GATED = (
     "qiu2025gated", "Gated Attention for Large Language Models", "Qiu, Zihan and others",
@@ -70,11 +57,6 @@ _FORGETTING = (
     "lin2025forgetting", "Forgetting Transformer: Softmax Attention with a Forget Gate",
     "Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron",
     "arXiv:2503.02130", 2025,
-)  # fmt: skip
-_SIMPLICIAL = (
-    "roy2025simplex", "Fast and Simplex: 2-Simplicial Attention in Triton",
-    "Roy, Aurko and Chou, Timothy and Duvvuri, Sai Surya and Chen, Sijia and Yu, Jiecao and "
-    "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
 )  # fmt: skip
 _PRUNED = (
     "szilvasy2026pruned",
@@ -94,11 +76,8 @@ _PAPERS = {
     Differential: (_DIFFERENTIAL,),
     Gated: (_GATED,),
     Forgetting: (_FORGETTING,),
-    Simplicial: (_SIMPLICIAL,),
     RetentionGate: (_PRUNED,),
     Grouped: (_MERGING,),
-    KnockingHeads: (_KNOCKING,),
-    Canon: (_CANON,),
 }
 
 

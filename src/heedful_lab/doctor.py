@@ -224,10 +224,11 @@ def _fit(model, config) -> tuple[_Fit | None, str]:
     shapes = [layer.shape for layer in layers]
     own = sum(p.numel() for p in conversion.parameters().values())
     contents = ["keys and values", *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
+    cached = f"caches hold {', '.join(contents)}" if all(x.caches for x in layers) else "no cache"
     where = "" if conversion.where[config] == ("decoder",) else f" in {conversion.where[config]}"
     first = shapes[0]
     return _Fit(
-        about=f"fits{where}: {own:,} parameters more; caches hold {', '.join(contents)}",
+        about=f"fits{where}: {own:,} parameters more; {cached}",
         heads=f"{len(layers)} layers of {first.heads} heads of {first.dim}, "
         f"{first.key_heads} key heads",
         cache=sum(2 * shape.key_heads * shape.dim for shape in shapes),

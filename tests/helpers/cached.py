@@ -7,31 +7,24 @@ from heedful.eviction import LowestGate, MostHidden
 from heedful.hf.versions import cache_argument, cache_of, generate_argument
 from heedful.nn import (
     NAMES,
-    Canon,
     Forgetting,
     Grouped,
-    KnockingHeads,
     LocalGlobal,
     MultiToken,
     RetentionGate,
     Selective,
-    Simplicial,
     Standard,
+    mechanism,
 )
-from helpers.families import exactly, of_few_layers, tiny, varied
+from helpers.families import exactly, tiny, varied
 
-MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
+MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "mta-everywhere": MultiToken(conv=(4, 5), post_conv=(3, 3), conv_every=1),
     "mta-pre": MultiToken(conv=(4, 5), post_conv=None, conv_every=1),
     "selective-extra": Selective(selector="extra"),
     "selective-per-head": Selective(selector="per-head"),
     "local": Standard(window=4),
     "local-global": LocalGlobal(window=5, every=2),
-    "simplicial-everywhere": Simplicial(window=3, second_window=4, every=1),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "knocking-heads-mlp": KnockingHeads(form="mlp"),
-    "canon-a": Canon("A", kernel=3),
-    "canon-wide": Canon(kernel=9),
     "forgetting-identity": Forgetting("identity"),
     "self-pruned": RetentionGate(window=3),
     "grouped": Grouped(size=3, window=2),

@@ -14,7 +14,6 @@ from transformers import (
 )
 
 import heedful
-from heedful.nn import Simplicial, mechanism
 
 VOCABULARY = 40
 COMMON = {
@@ -83,16 +82,9 @@ FAMILIES = {
 EAGER = ("gemma2", "gpt_oss")
 
 
-def of_few_layers(name: str):
-    """The mechanism of a name, as a model of two or three layers can have it."""
-    if name == "simplicial":
-        return Simplicial(window=5, second_window=3, every=2)
-    return mechanism(name)
-
-
 def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
-    if name.startswith(("grouped", "forgetting", "simplicial")):
+    if name.startswith(("grouped", "forgetting")):
         return family not in EAGER
     return name != "mta-flash" or family != "gemma2"
 

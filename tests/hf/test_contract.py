@@ -1,7 +1,5 @@
-"""The door serves what layers declare: input, ids, positions, cache, before rotation; hybrids."""
+"""The door serves what layers declare: input, ids, positions; mechanisms of one's own; hybrids."""
 
-import copy
-import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -22,8 +20,7 @@ from heedful.nn import (
     TalkingHeads,
     from_json,
 )
-from heedful.nn.layer import ALONE
-from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin, varied
+from helpers.families import logits, ragged_mask, stir, tiny, tokens, varied
 
 
 class Noting(StandardAttention):
@@ -34,16 +31,6 @@ class Noting(StandardAttention):
     def forward(self, q, k, v, *, inputs: LayerInputs, **options) -> LayerOutput:
         self.noted = inputs
         return super().forward(q, k, v, inputs=inputs, **options)
-
-
-class Doubling(StandardAttention):
-    """Standard attention of doubled values and negated queries and keys, before the rotation."""
-
-    needs = frozenset({"unrotated"})
-
-    def before_rotation(self, part, x, tokens=ALONE):
-        assert x.ndim == 4 and x.shape[-1] == self.shape.dim
-        return 2 * x if part == "v" else -x
 
 
 def with_layers(monkeypatch, kind: type, family: str = "llama", **options):
@@ -83,22 +70,6 @@ def test_what_cannot_be_given_is_refused(monkeypatch):
     embedded = model.get_input_embeddings()(tokens())
     with pytest.raises(ValueError, match="needs token_ids, and LlamaAttention was called w"):
         model(inputs_embeds=embedded)
-
-
-def test_a_layer_can_act_before_the_rotation(monkeypatch):
-    plain = tiny()
-    expected = twin(plain)
-    for layer in expected.model.layers:
-        for part, factor in (("q", -1), ("k", -1), ("v", 2)):
-            getattr(layer.self_attn, f"{part}_proj").weight.data.mul_(factor)
-    ids = tokens()
-    before = logits(plain, ids)
-    monkeypatch.setattr(Standard, "build", lambda self, shape: Doubling(self, shape))
-    conversion = heedful.convert(plain, "standard")
-    for model in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
-        torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=0, atol=1e-11)
-    conversion.revert()
-    assert torch.equal(logits(plain, ids), before)
 
 
 @dataclass(frozen=True)

@@ -29,22 +29,18 @@ from transformers import (
 import heedful
 from heedful.nn import (
     NAMES,
-    Canon,
     Differential,
     Forgetting,
     Gated,
-    KnockingHeads,
     LocalGlobal,
     MultiToken,
     RetentionGate,
     Selective,
-    Simplicial,
     TalkingHeads,
 )
 from helpers.families import (
     config_of,
     logits,
-    of_few_layers,
     ragged_mask,
     stir,
     tiny,
@@ -62,17 +58,14 @@ EVERYWHERE = {
     "selective": Selective(),
     "selective-extra": Selective(selector="extra"),
     "differential": Differential(),
-    "knocking-heads": KnockingHeads(form="mlp"),
-    "canon": Canon(),
     "gated": Gated("head"),
     "forgetting": Forgetting(),
-    "simplicial": Simplicial(6, 4, every=1),
     "retention-gate": RetentionGate(),
     "self-pruned": RetentionGate(window=3),
 }
 # Torch's own attention, whatever `impl` says.
-SDPA = ("standard", "knocking-heads", "canon", "gated")
-SDPA += ("forgetting", "simplicial", "retention-gate", "self-pruned")
+SDPA = ("standard", "gated")
+SDPA += ("forgetting", "retention-gate", "self-pruned")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 
@@ -115,7 +108,7 @@ def test_gradients_reach_every_parameter_of_the_mechanism(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_models_keep_fp32_parameters_of_the_mechanism(name):
     model = tiny(dtype=torch.bfloat16, num_hidden_layers=3)
-    conversion = heedful.convert(model, of_few_layers(name))
+    conversion = heedful.convert(model, name)
     assert all(p.dtype == torch.float32 for p in conversion.parameters().values())
     actual = logits(model, tokens())
     assert actual.dtype == torch.bfloat16 and bool(actual.isfinite().all())
@@ -297,14 +290,6 @@ def test_the_mechanism_cannot_be_switched_off_by_another_implementation():
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="changed to 'eager', which would switch"):
         logits(model, ids)
-
-
-def test_a_mechanism_of_every_nth_layer_must_have_one():
-    model = tiny()
-    refuse(model, r"changes none of the 3 layers of LlamaForCausalLM .* smaller", "simplicial")
-    few = {"mta": [1], Simplicial(every=2): [0, 2]}
-    refuse(model, r"Simplicial\(.*changes none of the 2 layers", few)
-    heedful.convert(model, {"mta": [0], Simplicial(every=2): [1, 2]})
 
 
 def test_convolutions_of_every_nth_layer_alone_must_have_one():

@@ -8,7 +8,6 @@ from transformers import T5EncoderModel
 import heedful
 from heedful.nn import (
     Differential,
-    KnockingHeads,
     MultiToken,
     Selective,
     Standard,
@@ -22,7 +21,6 @@ IDENTITIES = {
     "standard": Standard(),
     "mta": MultiToken(conv_every=1),
     "talking-heads": TalkingHeads(),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
 }
 MECHANISMS = IDENTITIES | {
     "mta": MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1),

@@ -17,14 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import heedful
 from heedful.nn import (
-    Canon,
     Differential,
     Forgetting,
     Gated,
-    KnockingHeads,
     MultiToken,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
 )
@@ -62,9 +59,7 @@ OTHERS = {
     Differential(): [0],
     Forgetting(): [1],
     Gated(): [2],
-    KnockingHeads(form="mlp"): [3],
-    Standard(window=9): [4],
-    Simplicial(9, 4, every=1): [5],
+    Standard(window=9): [3],
 }
 LENGTHS = (3, 40, 1, 17, 90, 130, 9, 64)
 NEW = (30, 5, 40, 12, 25, 8, 33, 20)
@@ -133,7 +128,6 @@ def check_served(model, folder: Path, **options) -> None:
         ("llama", {Selective(): [0, 1, 2]}, IN_CHUNKS),
         ("qwen2", {Selective(): [0, 1, 2]}, {"enable_chunked_prefill": False}),
         ("qwen3", SELECTORS, IN_CHUNKS),
-        ("mistral", {Canon("A"): [0], Canon(): [1], Canon("B", kernel=2): [2]}, IN_CHUNKS),
         ("llama", OTHERS, IN_CHUNKS),
     ],
     ids=[
@@ -143,7 +137,6 @@ def check_served(model, folder: Path, **options) -> None:
         "selective in chunks",
         "selective, whole prompts",
         "selectors",
-        "canon",
         "others",
     ],
 )

@@ -10,7 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from heedful import ops
 from heedful.nn import (
     NAMES,
-    Canon,
     Differential,
     Forgetting,
     Grouped,
@@ -18,10 +17,8 @@ from heedful.nn import (
     Layer,
     LayerInputs,
     MultiToken,
-    ProjectionContext,
     RetentionGate,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
     ablations,
@@ -72,11 +69,9 @@ def test_identity_at_initialisation(name):
 ALL = {name: mechanism(name) for name in NAMES} | {
     name: config for name, config in ablations().items()
 }
-ALL["simplicial"] = Simplicial(5, 3, every=1)
 ALL["selective, bilinear"] = Selective(selector="bilinear")
 ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
 ALL["self-pruned"] = RetentionGate(window=3)
-ALL["canon"] = Canon("B")  # what a layer does to the module's input is not seen here
 
 
 def beside(tokens: int = 9) -> LayerInputs:
@@ -84,23 +79,12 @@ def beside(tokens: int = 9) -> LayerInputs:
     return LayerInputs(input=draw(2, tokens, SHAPE.hidden))
 
 
-def opened(attention: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
-    """Queries, keys and values as the layer changes them before the rotation."""
-    if "unrotated" not in attention.needs:
-        return [q, k, v]
-    beside = ProjectionContext(input=inputs.input)
-    parts = zip("qkv", (q, k, v), strict=True)
-    return [
-        attention.before_rotation(x, y.transpose(1, 2), beside).transpose(1, 2) for x, y in parts
-    ]
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_every_preset_runs_and_trains_all_its_parameters(name):
     attention = stirred(ALL[name])
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
-    out = attention(*opened(attention, q, k, v, inputs), inputs=inputs)
+    out = attention(q, k, v, inputs=inputs)
     # Gates are in no output: what learns them reads the state.
     gates = out.state.square().sum() if name == "retention-gate" else 0
     (out.output.square().sum() + gates).backward()
@@ -163,8 +147,6 @@ def test_what_layers_declare():
         Selective(): (0, ("F",), nothing),
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
         Forgetting(): (0, ("F",), inputs),
-        Simplicial(): (0, (), nothing),  # every fourth layer
-        Simplicial(every=1): (0, ("second keys", "second values"), inputs),
         RetentionGate(): (0, ("gate",), inputs),
         RetentionGate(window=3): (0, ("gate",), inputs),
     }.items():
@@ -197,11 +179,7 @@ def test_maps_are_what_multiplies_the_values(name):
         )
     else:
         attention.gate = None
-    q, k, v = opened(attention, *qkv(), inputs)
-    if name == "simplicial":  # whose second values act behind the map: all one
-        beside_state = attention.beside(inputs)
-        beside_state[..., SHAPE.dim :] = 1
-        inputs = inputs._replace(beside=beside_state)
+    q, k, v = qkv()
     maps = attention.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
     out = attention(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
     if name == "differential":
@@ -421,13 +399,11 @@ def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
     )
     stir(attention, 0.3)
     rounded = [x.to(dtype) for x in qkv(40)]
-    actual = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
+    actual = attention(*rounded, inputs=inputs).output
     assert actual.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
         monkeypatch.setattr(api, "choose", lambda *_, **__: "reference")
-    plain = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
+    plain = attention(*rounded, inputs=inputs).output
     exact, attention = LayerInputs(input=inputs.input.double()), attention.double()
-    oracle = attention(
-        *opened(attention, *(x.double() for x in rounded), exact), inputs=exact
-    ).output
+    oracle = attention(*(x.double() for x in rounded), inputs=exact).output
     assert_matches_oracle(name, actual, plain, oracle, terms=40)

@@ -4,136 +4,17 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from heedful.nn import (
-    Canon,
     Gated,
     HeadShape,
-    KnockingHeads,
     LayerInputs,
     LocalGlobal,
-    ProjectionContext,
     Standard,
 )
 from heedful.ops import Visibility
 from helpers.layers import SHAPE, attended, stirred
 from helpers.oracle import EXACT, draw
-
-ROWS = {"q": 4, "k": 2, "v": 2}
-
-
-@pytest.mark.parametrize("parts", [("v",), ("q", "k", "v"), ("k",)])
-def test_knocking_heads_multiply_every_head_by_one_matrix(parts):
-    module = stirred(KnockingHeads(parts))
-    assert set(module.shared) == set(parts)
-    for part, heads in ROWS.items():
-        x = draw(2, 3, heads, 6)
-        expected = x.clone()
-        if part in parts:
-            matrix = module.shared[part].tolist()
-            for b, t, h, c in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
-                expected[b, t, h, c] = sum(float(x[b, t, h, a]) * matrix[a][c] for a in range(6))
-        torch.testing.assert_close(module.before_rotation(part, x), expected, **EXACT)
-
-
-def test_knocking_heads_with_a_gate():
-    module = stirred(KnockingHeads(form="mlp"))
-    up, gate, down = (module.shared[name].tolist() for name in ("up", "gate", "down"))
-    x = draw(2, 3, 2, 6)
-    expected = torch.zeros_like(x)
-    for b, t, h in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).tolist():
-        row = x[b, t, h].tolist()
-        inner = []
-        for c in range(6):
-            opening = 1 / (1 + math.exp(-sum(row[a] * gate[a][c] for a in range(6))))
-            inner.append(2 * opening * sum(row[a] * up[a][c] for a in range(6)))
-        for c in range(6):
-            expected[b, t, h, c] = sum(inner[a] * down[a][c] for a in range(6))
-    torch.testing.assert_close(module.before_rotation("v", x), expected, **EXACT)
-
-
-def test_linear_knocking_heads_fold_into_the_projection():
-    """What the paper says of inference: W' = W T per head."""
-    module, weight, x = stirred(KnockingHeads()), draw(2 * 6, 20), draw(2, 3, 20)
-    values = (x @ weight.mT).unflatten(-1, (2, 6))
-    folded = torch.cat([module.shared["v"].mT @ head for head in weight.split(6)])
-    actual = module.before_rotation("v", values).flatten(2)
-    torch.testing.assert_close(actual, x @ folded.mT, **EXACT)
-
-
-def convolved(
-    x: Tensor, kernel: Tensor, past: Tensor | None = None, segments: Tensor | None = None
-) -> Tensor:
-    """x[t] plus a weighted sum of the tokens up to t, `[B, T, C]`, number by number."""
-    rows = x if past is None else torch.cat([past, x], dim=1)
-    before, width = rows.shape[1] - x.shape[1], kernel.shape[1]
-    out = x.clone()
-    for b, t, c in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
-        for back in range(width):
-            at = before + t - back
-            if at < 0:
-                continue
-            if segments is not None:
-                row = segments[b if len(segments) > 1 else 0]
-                if row[at] != row[before + t]:
-                    continue
-            out[b, t, c] += kernel[c, width - 1 - back] * rows[b, at, c]
-    return out
-
-
-SEGMENTS = {
-    "one": None,
-    "documents": torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]]),
-    "left and right padding": torch.tensor([[-1, -1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, -1]]),
-}
-
-
-@pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("cached", [0, 1, 2, 3])
-@pytest.mark.parametrize("kernel", [1, 2, 4, 9])
-def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segments):
-    module, segments = stirred(Canon(kernel=kernel)), SEGMENTS[segments]
-    assert module.past_inputs == kernel - 1
-    new = 8 - cached
-    x, inputs = draw(2, 8, 4, 6), draw(2, 8, 20)
-    past = (None, None) if not cached else (inputs[:, :cached], x[:, :cached])
-    beside = ProjectionContext(past=past[0], segments=segments)
-    expected = convolved(inputs[:, cached:], module.kernels["input"], past[0], segments)
-    actual = module.before_projection(inputs[:, cached:], beside)
-    torch.testing.assert_close(actual, expected, **EXACT)
-    for part, heads in ROWS.items():
-        queries = x[:, :, :heads]
-        before = None if not cached else queries[:, :cached]
-        expected = convolved(
-            queries[:, cached:].flatten(2), module.kernels[part],
-            None if before is None else before.flatten(2), segments,
-        )  # fmt: skip
-        beside = ProjectionContext(past=before, segments=segments)
-        actual = module.before_rotation(part, queries[:, cached:], beside)
-        assert actual.shape == (2, new, heads, 6)
-        torch.testing.assert_close(actual.flatten(2), expected, **EXACT)
-
-
-def test_what_padding_holds_does_not_reach_a_convolution():
-    module, inputs = stirred(Canon("A")), draw(1, 5, 20)
-    inputs[:, 1] = float("nan")
-    actual = module.before_projection(
-        inputs, ProjectionContext(segments=torch.tensor([[-1, -1, 0, 0, 0]]))
-    )
-    assert bool(actual[:, 2:].isfinite().all())
-
-
-def test_where_canon_stands_and_how_it_starts():
-    def parts(config: Canon) -> set[str]:
-        return set(config.build(SHAPE).kernels)
-
-    assert parts(Canon("A")) == {"input"} and parts(Canon("B")) == {"q", "k", "v"}
-    assert parts(Canon()) == {"input", "q", "k", "v"}
-    module = Canon(start="random").build(SHAPE)
-    assert all(0 < kernel.abs().max() <= 0.5 for kernel in module.kernels.values())
-    assert all(bool((kernel == 0).all()) for kernel in Canon().build(SHAPE).kernels.values())
-    assert module.roles == {"decoder"} and not module.plain_cache
 
 
 @pytest.mark.parametrize("per", ["channel", "head"])
@@ -183,7 +64,3 @@ def test_a_model_with_a_narrower_window_keeps_it():
     narrow = Visibility(window=2)
     expected = plain(q, k, v, visibility=narrow).output
     torch.testing.assert_close(module(q, k, v, visibility=narrow).output, expected, **EXACT)
-
-
-def test_parts_may_come_in_any_order():
-    assert KnockingHeads(("k", "q")) == KnockingHeads(("q", "k"))

@@ -11,11 +11,14 @@ from heedful_lab.rivals.dex import Dex
 from heedful_lab.rivals.differential_v2 import DifferentialV2
 from heedful_lab.rivals.exclusive import Exclusive
 from heedful_lab.rivals.parallax import Parallax
+from heedful_lab.rivals.simplicial import Simplicial
 from helpers.families import stir
 from helpers.layers import SHAPE, qkvx, stirred
 from helpers.oracle import EXACT, draw
 
 LAYERS = {
+    "simplicial": Simplicial(5, 3, every=1),
+    "simplicial wider": Simplicial(6, 20, every=1),
     "differential-v2": DifferentialV2(),
     "exclusive": Exclusive(),
     "parallax": Parallax(),
@@ -57,7 +60,11 @@ def test_no_later_token_changes_a_bit(name, dtype):
     assert_causal(attend, torch.cat([*parts, x], dim=2).to(dtype), dim=1)
 
 
-@pytest.mark.parametrize("config", [Parallax(), Dex((1,)), DifferentialV2()], ids=str)
+SMOOTH = [Parallax(), Dex((1,)), DifferentialV2()]
+SMOOTH += [Simplicial(*x, every=1) for x in ((2, 2), (3, 1), (1, 3))]
+
+
+@pytest.mark.parametrize("config", SMOOTH, ids=str)
 def test_gradients_by_finite_differences(config):
     """Of the last three of four tokens."""
     layer = config.build(HeadShape(heads=2, key_heads=1, dim=2, hidden=3, layer=0)).double()
@@ -92,6 +99,8 @@ def test_half_precision_inputs_beside_fp32_parameters(name, dtype):
 def test_maps_are_what_multiplies_the_values(name):
     layer, (q, k, v, x) = stirred(LAYERS[name]), qkvx(9)
     options = {"visibility": Visibility(window=5), "inputs": LayerInputs(input=x)}
+    if name.startswith("simplicial"):  # whose second values act behind the map: all one
+        layer.second_value.forward = lambda x: x.new_ones(*x.shape[:2], 12)
     out = layer(q, k, v, **options).output
     wide = v.repeat_interleave(2, dim=1)
     actual = layer.maps(q, k, **options).weights @ wide
@@ -125,3 +134,8 @@ def peak(config, tokens: int) -> float:
 def test_maps_of_parallax_are_not_in_memory():
     """One of four heads has 64 MiB at 2,048 tokens, and there would be half a dozen."""
     assert peak(Parallax(), 2048) < 120
+
+
+def test_memory_of_simplicial_attention_grows_linearly():
+    short, long = (peak(Simplicial(64, 8, every=1), tokens) for tokens in (1024, 4096))
+    assert long < 5 * short and long < 60, "a map of 4,096 tokens and four heads has 256 MiB"

@@ -5,25 +5,42 @@ import json
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import heedful
+from heedful.eviction import StreamingLLM
 from heedful.nn import to_json
 from heedful.testing import assert_causal
+from heedful_lab.rivals.canon import Canon
 from heedful_lab.rivals.dex import Dex
 from heedful_lab.rivals.differential_v2 import DifferentialV2
+from heedful_lab.rivals.edits import edit
 from heedful_lab.rivals.exclusive import Exclusive
+from heedful_lab.rivals.knocking import KnockingHeads
 from heedful_lab.rivals.models import convert, load
 from heedful_lab.rivals.papers import cite_rival
 from heedful_lab.rivals.parallax import Parallax
+from heedful_lab.rivals.simplicial import Simplicial
 from heedful_lab.rivals.table import MECHANISMS, RIVALS, TABLE, from_json, mechanism
 from helpers.families import logits, ragged_mask, stir, tiny, tokens
 
 CONFIGS = {
+    "canon": Canon(),
+    "canon-a": Canon("A", kernel=3),
+    "canon-wide": Canon("B", kernel=9),
+    "knocking-heads": KnockingHeads(("q", "k", "v")),
+    "knocking-heads-mlp": KnockingHeads(form="mlp"),
+    "simplicial": Simplicial(5, 3, every=2),
     "differential-v2": DifferentialV2(),
     "exclusive": Exclusive(),
     "parallax": Parallax(),
     "dex": Dex((0, 3)),
 }
+UNCHANGING = {x: CONFIGS[x] for x in CONFIGS if x not in ("differential-v2", "exclusive")} | {
+    "simplicial": Simplicial(64, 8, 1, "identity")
+}
+NO_CACHE = ("canon", "canon-a", "canon-wide", "simplicial")
+FAMILIES = ["llama", "qwen3", "mistral"]
 every = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -39,8 +56,18 @@ def same(actual, expected) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", UNCHANGING)
+@pytest.mark.parametrize("family", [*FAMILIES, "olmo2", "mixtral"])
+def test_a_new_mechanism_changes_nothing(name, family):
+    model, ids = tiny(family), tokens()
+    before = logits(model, ids)
+    convert(model, UNCHANGING[name])
+    same(logits(model, ids), before)
+    assert torch.equal(logits(heedful.revert(model), ids), before)
+
+
 @every
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_are_separate_ones(name, family):
     model, ids = converted(name, family), tokens(1, 17)
     parts = ids.split([7, 2, 8], dim=1)
@@ -50,7 +77,7 @@ def test_packed_documents_are_separate_ones(name, family):
 
 
 @every
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_sequence_is_the_sequence_alone(name, family):
     model, ids = converted(name, family), tokens(3, 13)
     for left in (True, False):
@@ -100,15 +127,34 @@ def test_a_model_comes_back_from_its_folder_and_reverts(name, tmp_path):
     kind = type(CONFIGS[name]).__name__
     with pytest.raises(ValueError, match=rf"got '{kind}': .* mechanisms="):
         heedful.load(tmp_path)
-    assert torch.equal(logits(heedful.load(tmp_path, mechanisms=MECHANISMS), ids), expected)
+    again = edit(heedful.load(tmp_path, mechanisms=MECHANISMS)._heedful).model
+    assert torch.equal(logits(again, ids), expected)
 
 
 @every
-def test_generation_is_the_same_with_and_without_a_cache(name):
-    model, ids = converted(name), tokens(2, 9)
+def test_generation_is_what_the_whole_sequence_says(name):
+    model, ids = converted(name), tokens(1, 9)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(ids, use_cache=False, **options)
-    assert torch.equal(model.generate(ids, **options), expected)
+    actual = model.generate(ids, **options)
+    assert torch.equal(actual[:, 9:], logits(model, actual).argmax(-1)[:, 8:-1])
+
+
+@pytest.mark.parametrize("name", NO_CACHE)
+def test_what_has_no_cache_says_so(name):
+    model, ids = converted(name), tokens(1, 9)
+    assert model.config.use_cache is False
+    assert model(input_ids=ids).logits.shape[1] == 9
+    for call in (
+        lambda: model(input_ids=ids, use_cache=True),
+        lambda: model(input_ids=ids, past_key_values=DynamicCache(config=model.config)),
+        lambda: heedful.new_cache(model),
+        lambda: heedful.new_cache(model, StreamingLLM(20)),
+    ):
+        with pytest.raises(ValueError, match=r"Attention goes on from none; .* use_cache=False"):
+            call()
+    with pytest.warns(UserWarning, match="cache is not enough for this mechanism"):
+        model.generate(ids, max_new_tokens=2, use_cache=True)
+    assert heedful.revert(model).config.use_cache is True
 
 
 def test_the_table():

@@ -31,12 +31,6 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
             "take a mechanism without convolutions"
         )
-    if layer.keeps_order:
-        raise UserError(
-            f"eviction: {name} cannot serve {type(layer).__name__}, which counts windows along the "
-            f"cached tokens; give this layer None tokens (it caches its {layer.window} newest), or "
-            "as many"
-        )
     policy.check(layer)
     least = layer.newest_keys + 2
     if tokens is not None and layer.newest_keys and tokens < policy.sinks + least:

@@ -1,18 +1,15 @@
 """Layers: a frozen configuration per mechanism, its parameters, and one operator each."""
 
-from heedful.nn.canon import Canon, CanonAttention
 from heedful.nn.differential import Differential, DifferentialAttention
 from heedful.nn.forgetting import Forgetting, ForgettingAttention
 from heedful.nn.gated import Gated, GatedAttention
 from heedful.nn.grouped import Grouped, GroupedAttention
-from heedful.nn.knocking import KnockingHeads, KnockingHeadsAttention
 from heedful.nn.layer import (
     Layer,
     LayerInputs,
     LayerOutput,
     Maps,
     MechanismConfig,
-    ProjectionContext,
 )
 from heedful.nn.mechanisms import (
     NAMES,
@@ -26,14 +23,11 @@ from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads
 from heedful.nn.retention import RetentionGate, RetentionGateAttention
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape, Role
-from heedful.nn.simplicial import Simplicial, SimplicialAttention
 from heedful.nn.standard import LocalGlobal, Standard, StandardAttention
 
 __all__ = [
     "NAMES",
     "TABLE",
-    "Canon",
-    "CanonAttention",
     "Differential",
     "DifferentialAttention",
     "Forgetting",
@@ -43,8 +37,6 @@ __all__ = [
     "Grouped",
     "GroupedAttention",
     "HeadShape",
-    "KnockingHeads",
-    "KnockingHeadsAttention",
     "Layer",
     "LayerInputs",
     "LayerOutput",
@@ -54,14 +46,11 @@ __all__ = [
     "MechanismRow",
     "MultiToken",
     "MultiTokenAttention",
-    "ProjectionContext",
     "RetentionGate",
     "RetentionGateAttention",
     "Role",
     "Selective",
     "SelectiveAttention",
-    "Simplicial",
-    "SimplicialAttention",
     "Standard",
     "StandardAttention",
     "TalkingHeads",

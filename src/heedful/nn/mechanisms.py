@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.nn.canon import Canon
 from heedful.nn.differential import Differential
 from heedful.nn.forgetting import Forgetting
 from heedful.nn.gated import Gated
 from heedful.nn.grouped import Grouped
-from heedful.nn.knocking import KnockingHeads
 from heedful.nn.layer import MechanismConfig
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.retention import RetentionGate
 from heedful.nn.selective import Selective
-from heedful.nn.simplicial import Simplicial
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
     LowRank,
@@ -162,18 +159,6 @@ TABLE = (
         grouped_attention,
     ),
     MechanismRow(
-        "knocking-heads",
-        KnockingHeads(),
-        True,
-        "values of all heads through one matrix that they share",
-    ),
-    MechanismRow(
-        "canon",
-        Canon(),
-        True,
-        "short convolutions over tokens before attention, of its input and of q, k and v",
-    ),
-    MechanismRow(
         "gated", Gated(), False, "each head's output passes a gate that the layer's input opens"
     ),
     MechanismRow(
@@ -187,12 +172,6 @@ TABLE = (
         RetentionGate(),
         True,
         "standard attention, and a gate per token that says how long a cache keeps it",
-    ),
-    MechanismRow(
-        "simplicial",
-        Simplicial(),
-        False,
-        "in every fourth layer attention to pairs of tokens, one from each of two windows",
     ),
     MechanismRow(
         "local-global",

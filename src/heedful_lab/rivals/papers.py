@@ -2,6 +2,21 @@
 
 from heedful.papers import Paper, bibtex, cite
 
+_CANON = (
+    "allenzhu2025canon",
+    "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers",
+    "Allen-Zhu, Zeyuan", "arXiv:2512.17351", 2025,
+)  # fmt: skip
+_KNOCKING = (
+    "zhou2025knocking", "Knocking-Heads Attention",
+    "Zhou, Zhanchao and Chen, Xiaodong and Chen, Haoxing and Lan, Zhenzhong and Li, Jianguo",
+    "arXiv:2510.23052", 2025,
+)  # fmt: skip
+_SIMPLICIAL = (
+    "roy2025simplex", "Fast and Simplex: 2-Simplicial Attention in Triton",
+    "Roy, Aurko and Chou, Timothy and Duvvuri, Sai Surya and Chen, Sijia and Yu, Jiecao and "
+    "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
+)  # fmt: skip
 _EXCLUSIVE = (
     "zhai2026exclusive", "Exclusive Self Attention", "Zhai, Shuangfei", "arXiv:2603.09078", 2026,
 )  # fmt: skip
@@ -19,6 +34,9 @@ _PAPERS: dict[str, Paper] = {
     "exclusive": _EXCLUSIVE,
     "parallax": _PARALLAX,
     "dex": _DEX,
+    "knocking-heads": _KNOCKING,
+    "canon": _CANON,
+    "simplicial": _SIMPLICIAL,
 }
 
 

@@ -2,12 +2,33 @@
 
 from heedful import nn
 from heedful.nn import MechanismConfig, MechanismRow
+from heedful_lab.rivals.canon import Canon
 from heedful_lab.rivals.dex import Dex
 from heedful_lab.rivals.differential_v2 import DifferentialV2
 from heedful_lab.rivals.exclusive import Exclusive
+from heedful_lab.rivals.knocking import KnockingHeads
 from heedful_lab.rivals.parallax import Parallax
+from heedful_lab.rivals.simplicial import Simplicial
 
 RIVALS = (
+    MechanismRow(
+        "knocking-heads",
+        KnockingHeads(),
+        True,
+        "values of all heads through one matrix that they share",
+    ),
+    MechanismRow(
+        "canon",
+        Canon(),
+        True,
+        "short convolutions over tokens before attention, of its input and of q, k and v",
+    ),
+    MechanismRow(
+        "simplicial",
+        Simplicial(),
+        False,
+        "in every fourth layer attention to pairs of tokens, one from each of two windows",
+    ),
     MechanismRow(
         "differential-v2",
         DifferentialV2(),

@@ -32,7 +32,7 @@ from helpers.unconverted import Knorm, Strongest, beside
 
 AS_THEY_ARE = [policy for policy in POLICIES if not {"gate", "positions"} & set(policy.needs)]
 CONVERTED = [
-    *((name, None) for name in ("standard", "mta-everywhere", "canon", "simplicial", "selective")),
+    *((name, None) for name in ("standard", "mta-everywhere", "selective")),
     *(("standard", policy) for policy in (StreamingLLM, SnapKV, H2O, KeyDiff)),
     ("selective-extra", MostHidden),
     ("selective-per-head", MostHidden),

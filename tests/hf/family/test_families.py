@@ -7,13 +7,10 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.hf.versions import implementation_of
 from heedful.nn import (
-    Canon,
     Differential,
-    KnockingHeads,
     LocalGlobal,
     MultiToken,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
 )
@@ -27,9 +24,6 @@ UNCHANGING = {
     "mta everywhere": MultiToken(conv_every=1, mix=2),
     "talking-heads": TalkingHeads(),
     "selective with an extra head": Selective(selector="extra"),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "knocking-heads with a gate": KnockingHeads(form="mlp"),
-    "canon": Canon(),
 }
 MECHANISMS = {
     "standard": Standard(),
@@ -42,11 +36,7 @@ MECHANISMS = {
     "selective-extra": Selective(selector="extra"),
     "differential": Differential(),
     # Parts of these act before the rotation, where families differ.
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "knocking-heads-mlp": KnockingHeads(form="mlp"),
-    "canon": Canon(),
     "local-global": LocalGlobal(window=3, every=2),
-    "simplicial": Simplicial(window=4, second_window=2, every=2),
 }
 pairs = pytest.mark.parametrize(
     ("name", "family"), [(x, y) for x in MECHANISMS for y in FAMILIES if fits(x, y)]

@@ -18,8 +18,9 @@ from transformers import (
 
 from heedful.checks import UserError, check_whole
 from heedful.hf import revert
-from heedful.nn import LocalGlobal, MechanismConfig, Simplicial, to_json
+from heedful.nn import LocalGlobal, MechanismConfig, to_json
 from heedful_lab.rivals.models import convert, load
+from heedful_lab.rivals.simplicial import Simplicial
 from heedful_lab.tasks import Task
 
 

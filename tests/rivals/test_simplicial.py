@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heedful.eviction import MostHidden, StreamingLLM
-from heedful.eviction.selection import check_policy
 from heedful.nn import (
     HeadShape,
     LayerInputs,
-    Simplicial,
-    SimplicialAttention,
     Standard,
     StandardAttention,
 )
 from heedful.ops import Queries, Visibility
+from heedful_lab.rivals.simplicial import Simplicial, SimplicialAttention
 from helpers import layers
 from helpers.layers import SHAPE, qkvx
 from helpers.oracle import EXACT, draw
@@ -149,24 +146,11 @@ def test_only_the_windows_are_read():
     for windows in ((9, 4), (4, 9)):
         module, (q, k, v, x) = stirred(*windows), qkvx(30)
         whole = module(q[:, :, -1:], k, v, inputs=LayerInputs(input=x)).output
-        assert module.window == 9
         q, k, v, x = q[:, :, -1:], k[:, :, -9:], v[:, :, -9:], x[:, -9:]
         out = module(q, k, v, inputs=LayerInputs(input=x)).output
         torch.testing.assert_close(out, whole, **EXACT)
         fewer = module(q, k[:, :, 1:], v[:, :, 1:], inputs=LayerInputs(input=x[:, 1:])).output
         assert (fewer - whole).abs().max() > 1e-6
-
-
-def test_kept_second_keys_and_values_are_those_of_the_input():
-    module, (q, k, v, x) = stirred(9, 4), qkvx(30)
-    second_state = module.beside(LayerInputs(input=x))
-    assert second_state.shape == (2, 2, 30, 12) and module.keeps == ("second keys", "second values")
-    for actual, expected in zip(second_state.chunk(2, dim=3), second(module, x), strict=True):
-        torch.testing.assert_close(actual, expected, **EXACT)
-    whole = module(q, k, v, inputs=LayerInputs(input=x)).output
-    inputs = LayerInputs(input=x[:, -5:], beside=second_state)
-    out = module(q[:, :, -5:], k, v, inputs=inputs).output
-    torch.testing.assert_close(out, whole[:, :, -5:], **EXACT)
 
 
 def test_identity_start_is_standard_attention_with_the_first_window():
@@ -203,9 +187,8 @@ def test_maps_are_the_weights_of_keys_over_all_pairs():
     maps = module.maps(q[:, :, 20:], k, inputs=inputs).weights
     assert maps.shape == (2, 4, 50, 70)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 50).double(), **EXACT)
-    second_state = module.beside(inputs)
-    second_state[..., 6:] = 1
-    out = module(q, k, v, inputs=LayerInputs(input=x, beside=second_state)).output
+    module.second_value.forward = lambda x: x.new_ones(*x.shape[:2], 12)
+    out = module(q, k, v, inputs=inputs).output
     torch.testing.assert_close(maps @ v.repeat_interleave(2, 1), out[:, :, 20:], **EXACT)
 
 
@@ -235,9 +218,3 @@ def test_refused():
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name} must be its default"):
             module(q, k, v, visibility=visibility, inputs=LayerInputs(input=x))
-    with pytest.raises(
-        ValueError, match=r"StreamingLLM cannot serve SimplicialAttention.* 4 newest"
-    ):
-        check_policy(StreamingLLM(tokens=16), module, 16)
-    with pytest.raises(ValueError, match="MostHidden cannot serve SimplicialAttention"):
-        check_policy(MostHidden(tokens=16), module, 16)
