@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.checks import UserError
-from heedful.eviction import POLICIES
 from heedful_lab import doctor
 from heedful_lab.cli import main
 from heedful_lab.commands.bench import cases
@@ -29,7 +28,7 @@ from heedful_lab.commands.compare import one_model as train
 from heedful_lab.commands.compare import options as comparison
 from heedful_lab.commands.compare import setups
 from heedful_lab.commands.options import EVICTIONS
-from heedful_lab.commands.policies import spelled
+from heedful_lab.commands.policies import POLICIES, spelled
 from heedful_lab.rivals.table import TABLE
 from heedful_lab.tasks import TASKS
 from helpers.command_line import refusal, status_of

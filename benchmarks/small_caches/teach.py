@@ -30,13 +30,14 @@ from transformers import PreTrainedModel
 import heedful
 from benchmarks.parts import add_task_options, task_of
 from heedful.hf import conversion_of
-from heedful.nn import Forgetting, RetentionGate, Selective, Standard
+from heedful.nn import Forgetting, Selective, Standard
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.trainer import parameter_groups
 from heedful_lab.commands.compare.scoring import score
 from heedful_lab.commands.compare.scratch import Hyperparameters, local_global
 from heedful_lab.records.environment import environment
 from heedful_lab.rivals.models import convert, load
+from heedful_lab.rivals.retention import RetentionGate
 from heedful_lab.tasks import Task
 
 BESIDE = {

@@ -14,7 +14,6 @@ from heedful.nn import (
     LocalGlobal,
     MechanismConfig,
     MultiToken,
-    RetentionGate,
     Selective,
     Standard,
     TalkingHeads,
@@ -58,11 +57,6 @@ _FORGETTING = (
     "Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron",
     "arXiv:2503.02130", 2025,
 )  # fmt: skip
-_PRUNED = (
-    "szilvasy2026pruned",
-    "Self-Pruned Key-Value Attention: Learning When to Write by Predicting Future Utility",
-    "Szilvasy, Gergely and Faysse, Manuel and others", "arXiv:2605.14037", 2026,
-)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -76,7 +70,6 @@ _PAPERS = {
     Differential: (_DIFFERENTIAL,),
     Gated: (_GATED,),
     Forgetting: (_FORGETTING,),
-    RetentionGate: (_PRUNED,),
     Grouped: (_MERGING,),
 }
 

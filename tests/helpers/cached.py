@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from heedful.eviction import LowestGate, MostHidden
+from heedful.eviction import MostHidden
 from heedful.hf.versions import cache_argument, cache_of, generate_argument
 from heedful.nn import (
     NAMES,
@@ -11,7 +11,6 @@ from heedful.nn import (
     Grouped,
     LocalGlobal,
     MultiToken,
-    RetentionGate,
     Selective,
     Standard,
     mechanism,
@@ -26,7 +25,6 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "local": Standard(window=4),
     "local-global": LocalGlobal(window=5, every=2),
     "forgetting-identity": Forgetting("identity"),
-    "self-pruned": RetentionGate(window=3),
     "grouped": Grouped(size=3, window=2),
     "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
     "grouped-sentence": Grouped("sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31)),
@@ -35,19 +33,12 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     ),
 }
 
-GATED = ("retention-gate", "self-pruned")
-
 
 def serves(policy: type | None, name: str) -> bool:
     """Whether a policy with a budget serves a mechanism that keeps tokens one by one."""
     supported = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
-                          "forgetting-identity"), LowestGate: GATED}  # fmt: skip
+                          "forgetting-identity")}  # fmt: skip
     return name in supported.get(policy, (name,))
-
-
-def served_by(policy: type) -> str:
-    """A mechanism that the policy serves."""
-    return "retention-gate" if policy is LowestGate else "selective"
 
 
 def converted(name: str, family: str = "llama", **options):

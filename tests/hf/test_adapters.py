@@ -15,7 +15,6 @@ from heedful.nn import (
     Gated,
     Grouped,
     MultiToken,
-    RetentionGate,
     Selective,
 )
 from helpers.families import logits, stir, tiny, tokens, varied
@@ -28,7 +27,6 @@ CONFIGS = {
     "grouped": Grouped("cif", size=3, window=2, share=2),
     "gated": Gated(start="identity"),
     "forgetting": Forgetting("identity"),
-    "self-pruned": RetentionGate(window=3),
 }
 MERGED = 1e-12  # in fp64, which a merge rounds to
 every = pytest.mark.parametrize("name", CONFIGS)

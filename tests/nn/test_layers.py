@@ -17,7 +17,6 @@ from heedful.nn import (
     Layer,
     LayerInputs,
     MultiToken,
-    RetentionGate,
     Selective,
     Standard,
     TalkingHeads,
@@ -53,8 +52,6 @@ IDENTITIES = {
     "talking heads": TalkingHeads(),
     "talking heads in pairs": TalkingHeads(group=2),
     "forgetting": Forgetting("identity"),
-    "retention-gate": RetentionGate(),
-    "self-pruned": RetentionGate(window=3),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -71,7 +68,6 @@ ALL = {name: mechanism(name) for name in NAMES} | {
 }
 ALL["selective, bilinear"] = Selective(selector="bilinear")
 ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
-ALL["self-pruned"] = RetentionGate(window=3)
 
 
 def beside(tokens: int = 9) -> LayerInputs:
@@ -85,9 +81,7 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
     out = attention(q, k, v, inputs=inputs)
-    # Gates are in no output: what learns them reads the state.
-    gates = out.state.square().sum() if name == "retention-gate" else 0
-    (out.output.square().sum() + gates).backward()
+    out.output.square().sum().backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *attention.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
@@ -147,8 +141,6 @@ def test_what_layers_declare():
         Selective(): (0, ("F",), nothing),
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
         Forgetting(): (0, ("F",), inputs),
-        RetentionGate(): (0, ("gate",), inputs),
-        RetentionGate(window=3): (0, ("gate",), inputs),
     }.items():
         attention = config.build(SHAPE)
         assert isinstance(attention, Layer)
@@ -168,7 +160,7 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
         assert not torch.allclose(fewer, whole, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "self-pruned"])
+@pytest.mark.parametrize("name", [*NAMES])
 def test_maps_are_what_multiplies_the_values(name):
     attention, inputs = stirred(ALL[name]), beside()
     if getattr(attention, "norm", None) is not None:

@@ -266,14 +266,11 @@ def attention_received(
     """
     new, state = q.shape[2], inputs.state
     received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
-    gates = layer.gates(k.shape[2], inputs) if "gate" in layer.keeps else None
     # F runs through all rows: the newest need what those before them have masked.
     for start, stop in _blocks(0 if layer.hides else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
         block = inputs.before(later, stop - start)._replace(state=state)
-        if gates is not None:
-            block = block._replace(state=gates[:, :, : cut - (stop - start)])
         if block.beside is not None:
             block = block._replace(beside=block.beside[:, :, :cut])
         maps = layer.maps(

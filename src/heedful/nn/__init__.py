@@ -20,7 +20,6 @@ from heedful.nn.mechanisms import (
     to_json,
 )
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
-from heedful.nn.retention import RetentionGate, RetentionGateAttention
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape, Role
 from heedful.nn.standard import LocalGlobal, Standard, StandardAttention
@@ -46,8 +45,6 @@ __all__ = [
     "MechanismRow",
     "MultiToken",
     "MultiTokenAttention",
-    "RetentionGate",
-    "RetentionGateAttention",
     "Role",
     "Selective",
     "SelectiveAttention",

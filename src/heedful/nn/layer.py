@@ -219,12 +219,10 @@ class Layer(nn.Module):
         keeps what `cached_keys` makes of keys, and of the newest tokens the keys as well.
     newest_keys: of how many of the newest tokens a cache must have all, in order.
     keys_ahead: how many later tokens' keys change what `cached_keys` makes of one.
-    keeps: what must be kept per token beside K and V, by name, for the next token: the state of
-        `LayerOutput`, and what `beside` gives. Policies read `"F"`, how strongly a token is masked,
-        and `"gate"`, how much it should be kept.
+    keeps: what must be kept per token beside K and V, by name, for the next token: first the number
+        per key in `state` of `LayerOutput`, which policies need by this name (`"F"` is how strongly
+        a token is masked), then what `beside` gives.
     keeps_first: whether the first token of a sequence must never leave a cache.
-    counts_positions: whether it counts how far back a key is, so that under eviction `visibility`
-        must say where every key stands.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     any_heads: whether each head is computed from its own queries, keys and values alone, so that
@@ -254,7 +252,6 @@ class Layer(nn.Module):
     keys_ahead: int = 0
     keeps: tuple[str, ...] = ()
     keeps_first: bool = False
-    counts_positions: bool = False
     window: int | None = None
     input_factor: float = 1.0
     any_heads: bool = False
@@ -291,7 +288,7 @@ class Layer(nn.Module):
     @property
     def has_state(self) -> bool:
         """True if `state` of `LayerOutput` has a number for every key, which a cache keeps."""
-        return self.hides or "gate" in self.keeps
+        return bool(self.keeps)
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """State of these tokens to keep beside K and V; a cache joins it along the tokens."""

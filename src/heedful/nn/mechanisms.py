@@ -17,7 +17,6 @@ from heedful.nn.gated import Gated
 from heedful.nn.grouped import Grouped
 from heedful.nn.layer import MechanismConfig
 from heedful.nn.multi_token import MultiToken, TalkingHeads
-from heedful.nn.retention import RetentionGate
 from heedful.nn.selective import Selective
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
@@ -166,12 +165,6 @@ TABLE = (
         Forgetting(),
         False,
         "a forget gate per head and token, whose logarithms add up in the logits",
-    ),
-    MechanismRow(
-        "retention-gate",
-        RetentionGate(),
-        True,
-        "standard attention, and a gate per token that says how long a cache keeps it",
     ),
     MechanismRow(
         "local-global",

@@ -17,6 +17,11 @@ _SIMPLICIAL = (
     "Roy, Aurko and Chou, Timothy and Duvvuri, Sai Surya and Chen, Sijia and Yu, Jiecao and "
     "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
 )  # fmt: skip
+_PRUNED = (
+    "szilvasy2026pruned",
+    "Self-Pruned Key-Value Attention: Learning When to Write by Predicting Future Utility",
+    "Szilvasy, Gergely and Faysse, Manuel and others", "arXiv:2605.14037", 2026,
+)  # fmt: skip
 _EXCLUSIVE = (
     "zhai2026exclusive", "Exclusive Self Attention", "Zhai, Shuangfei", "arXiv:2603.09078", 2026,
 )  # fmt: skip
@@ -34,6 +39,7 @@ _PAPERS: dict[str, Paper] = {
     "exclusive": _EXCLUSIVE,
     "parallax": _PARALLAX,
     "dex": _DEX,
+    "retention-gate": _PRUNED,
     "knocking-heads": _KNOCKING,
     "canon": _CANON,
     "simplicial": _SIMPLICIAL,

@@ -8,9 +8,16 @@ from heedful_lab.rivals.differential_v2 import DifferentialV2
 from heedful_lab.rivals.exclusive import Exclusive
 from heedful_lab.rivals.knocking import KnockingHeads
 from heedful_lab.rivals.parallax import Parallax
+from heedful_lab.rivals.retention import RetentionGate
 from heedful_lab.rivals.simplicial import Simplicial
 
 RIVALS = (
+    MechanismRow(
+        "retention-gate",
+        RetentionGate(),
+        True,
+        "standard attention, and a gate per token that says how long a cache keeps it",
+    ),
     MechanismRow(
         "knocking-heads",
         KnockingHeads(),

@@ -18,8 +18,8 @@ from helpers.families import EAGER, fits, logits, ragged_mask, tiny, tokens, twi
 
 GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
 RIVALS = ["gated", "local-global"]
-RIVALS += ["forgetting", "retention-gate"]
-RIVALS += ["self-pruned"]
+RIVALS += ["forgetting"]
+RIVALS += []
 FEW = ["standard", "mta-everywhere", "selective", "selective-extra", "differential", *GROUPED]
 FEW += RIVALS
 EVERY_GROUPED = [name for name in MECHANISMS if name.startswith("grouped") and name not in FEW]

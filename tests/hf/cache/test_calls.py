@@ -21,9 +21,7 @@ ROWS = {"reordered": [1, 0], "chosen": [1], "repeated": [0, 0, 1, 1]}
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(
-    "name", ["selective-extra", "selective", "forgetting", "retention-gate", "mta"]
-)
+@pytest.mark.parametrize("name", ["selective-extra", "selective", "forgetting", "mta"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chosen_sequences_take_back_their_own_tokens(name, choice, padded):
     model, ids = converted(name), tokens(2, 24)

@@ -56,7 +56,7 @@ class LayerCache(AttentionCache):
             raise UserError(f"{type(layer).__name__} needs both query rows and a state")
         self._past_queries = layer.past_queries
         self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
-        self._takes_steps, self._counts_positions = layer.takes_steps, layer.counts_positions
+        self._takes_steps, self._kept = layer.takes_steps, layer.keeps[:1]
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
@@ -260,12 +260,12 @@ class LayerCache(AttentionCache):
         """Visibility among the cached tokens, from that of all, `new` ones of this call."""
         if self.budget is None:
             return visibility.last(self.length)
-        if visibility.plain and not self._counts_positions:
+        if visibility.plain:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
         before = self.counters.total - new
         visibility = selection.check_visibility(visibility, self._owner.layer(), before)
-        if visibility.plain and not self._counts_positions:
+        if visibility.plain:
             return visibility
         positions = self._tokens.positions[:, 0]
         parts = {
@@ -352,8 +352,8 @@ class LayerCache(AttentionCache):
         positions, read = self._tokens.positions[:, 0], {}
         if "F" in needs:
             read["hidden"] = self._state.amin(1)
-        if "gate" in needs:
-            read["gate"] = self._state[:, 0]
+        elif self._kept and self._kept[0] in needs:
+            read["kept"] = self._state.amin(1)
         if self.reads_positions:
             read["next"] = call.inputs.positions[:, -1] + 1
         if self._reads_rows:
