@@ -91,26 +91,6 @@ def test_an_adapter_stands_before_the_edit_and_merges_into_the_projection(name, 
     torch.testing.assert_close(logits(again, ids), expected, rtol=0, atol=1e-11)
 
 
-def test_dynamic_quantization_keeps_one_hook():
-    model, ids = converted("canon", dtype=torch.float32), tokens()
-    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-    assert bool(logits(quantized, ids).isfinite().all())
-    for layer in quantized.model.layers:
-        assert len(layer.self_attn.v_proj._forward_hooks) == 1
-
-
-def test_a_layer_of_neighbours_beside_others():
-    model, ids = tiny(), tokens()
-    conversion = convert(model, {Canon("B"): [0], "selective": [1], "parallax": [2]})
-    stir(model, 0.2, only=".heedful.")
-    actual = logits(model, ids)
-    assert [len(m.self_attn.k_proj._forward_hooks) for m in model.model.layers] == [1, 0, 0]
-    other = twin(model)
-    other.model.layers[0].self_attn.heedful.kernels["k"].data.zero_()
-    assert not torch.allclose(logits(other, ids), actual, atol=1e-3)
-    conversion.revert()
-
-
 def test_a_decoder_of_a_pair_is_edited_alone():
     model = encoder_families.tiny("bart")
     assert isinstance(model, BartForConditionalGeneration)

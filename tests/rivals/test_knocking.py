@@ -44,14 +44,6 @@ def test_knocking_heads_with_a_gate():
     torch.testing.assert_close(module.edited("v", x.flatten(2)), expected.flatten(2), **EXACT)
 
 
-def test_linear_knocking_heads_fold_into_the_projection():
-    """What the paper says of inference: W' = W T per head."""
-    module, weight, x = stirred(KnockingHeads()), draw(2 * 6, 20), draw(2, 3, 20)
-    folded = torch.cat([module.shared["v"].mT @ head for head in weight.split(6)])
-    actual = module.edited("v", x @ weight.mT)
-    torch.testing.assert_close(actual, x @ folded.mT, **EXACT)
-
-
 REFUSED = {
     "parts must be one or several of 'q', 'k', 'v', got 'v'": lambda: KnockingHeads("v"),
     r"parts must be .* got \(\)": lambda: KnockingHeads(()),

@@ -192,11 +192,6 @@ def test_the_loss_of_gates_is_that_of_what_they_evict(monkeypatch):
         assert reports[0].visible[:, chunk].sum(-1).tolist() == [min(LENGTH, 8 * chunk + 8)] * 2
 
 
-def test_training_gates_lowers_what_a_cache_loses(tmp_path):
-    _, first, last = losses_around_training(gated(0.0), tmp_path)
-    assert last < 0.95 * first
-
-
 def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
     """The loss of a model whose F is a thousand times as large is the same to the last digits."""
     losses = []
@@ -322,16 +317,3 @@ def test_the_command_trains_gates_and_nothing_else_does(options):
         with pytest.raises(ValueError, match="gates without a window change no pr"):
             train_text(text, show=False)
         assert not Path("other").exists()
-
-
-def test_gates_with_a_window_learn_from_text_and_not_from_maps(options):
-    options = replace(options, mechanism=("retention-gate:window=8",))
-    with pytest.raises(ValueError, match=r"no layer of this .* learns any"):
-        train_text(options, show=False)
-    assert not Path("run").exists()
-    text = {"recipe": "adapt", "train": "lora", "soft_budgets": None, "memory_loss": 0.1}
-    train_text(replace(options, **text), show=False)
-    model = load("base", adapter="run")
-    gates = torch.cat([x.retention.weight for x in layers_of(model)])
-    assert gates.any() and {x.config.window for x in layers_of(model)} == {8}
-    assert not any(x.caches for x in layers_of(model))
