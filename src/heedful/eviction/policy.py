@@ -95,12 +95,13 @@ class Eviction:
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        for need in cls.needs:
+        for need in (None,) if isinstance(cls.needs, str) else cls.needs:
             if not isinstance(need, str) and not _is_attention(need):
                 names = ", ".join(map(repr, OF_EVERY_LAYER))
                 raise UserError(
-                    f"needs of {cls.__name__} must be of {names}, ('attention', n), with n of the "
-                    f"newest queries or None for all, and names in Layer.keeps, got {need!r}"
+                    f"needs of {cls.__name__} must be a tuple of {names}, ('attention', n), with n "
+                    "of the newest queries or None for all, and names in Layer.keeps, got "
+                    f"{cls.needs!r}"
                 )
         cls.observes = next((need[1] for need in cls.needs if _is_attention(need)), 0)
 
