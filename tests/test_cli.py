@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.checks import UserError
-from heedful.eviction import POLICIES
-from heedful.nn import NAMES
 from heedful_lab import doctor
 from heedful_lab.cli import main
 from heedful_lab.commands.bench import cases
@@ -30,7 +28,8 @@ from heedful_lab.commands.compare import one_model as train
 from heedful_lab.commands.compare import options as comparison
 from heedful_lab.commands.compare import setups
 from heedful_lab.commands.options import EVICTIONS
-from heedful_lab.commands.policies import spelled
+from heedful_lab.commands.policies import POLICIES, spelled
+from heedful_lab.rivals.table import TABLE
 from heedful_lab.tasks import TASKS
 from helpers.command_line import refusal, status_of
 
@@ -79,7 +78,7 @@ def test_doctor_says_which_mechanisms_fit_a_model(tmp_path, capsys, monkeypatch)
     # Mixing before and after the softmax: 2 layers x 2 x 4 x 4.
     assert fits["talking-heads"] == "fits: 64 parameters more; caches hold keys and values"
     assert fits["selective"] == "fits: 0 parameters more; caches hold keys and values, F"
-    assert fits["canon"].endswith("caches hold keys and values, 3 tokens' rows")
+    assert fits["canon"].endswith(" parameters more; no cache")
     Path("sinks.json").write_text(json.dumps(CONFIG | {"model_type": "gpt_oss", "head_dim": 8}))
     assert status_of("doctor", "sinks.json") == 0
     assert re.search("grouped +does not fit: mechanism Grouped", capsys.readouterr().out)
@@ -183,7 +182,7 @@ def test_the_version_is_printed(capsys):
 def test_help_lists_what_the_rooms_accept(capsys):
     lists = {
         comparison.TaskName: TASKS,
-        comparison.MechanismName: NAMES,
+        comparison.MechanismName: [row.name for row in TABLE],
         comparison.Device: ("auto", "cpu", "cuda"),
         config.CaseName: cases.MECHANISMS,
         config.ImplName: cases.OURS + cases.PEERS,

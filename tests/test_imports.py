@@ -46,7 +46,7 @@ LAB_MAY_IMPORT = {
     | {"heedful_lab.tasks", "heedful.data", "heedful.checks"},
     "records": {"torch", "heedful_lab.records", "heedful.checks", "heedful.files"},
     "rivals": COMPUTING
-    | {"transformers", "safetensors", "heedful_lab.rivals"}
+    | {"transformers", "safetensors", "heedful_lab.rivals", "heedful.papers"}
     | LIBRARY
     | FILES_OF_ALL,
     "commands": COMPUTING
@@ -64,7 +64,7 @@ LAB_MAY_IMPORT = {
         "x_transformers",
         "liger_kernel",
     }
-    | {f"heedful_lab.{room}" for room in ("commands", "tasks", "records")}
+    | {f"heedful_lab.{room}" for room in ("commands", "tasks", "records", "rivals")}
     | LIBRARY
     | FILES_OF_ALL,
 }

@@ -21,6 +21,7 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.files import write_lines
 from heedful.hf.versions import cache_argument
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import convert
 
 MECHANISMS = ("standard", "talking-heads", "differential", "selective", "mta", "grouped")
 BUDGETS = (0.25, 0.1)
@@ -60,7 +61,7 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
     ways = {"unconverted, its own cache": (stock, DynamicCache(config=config), context)}
     for name in args.mechanisms:
         model = copy.deepcopy(stock)
-        heedful.convert(model, name)
+        convert(model, name)
         ways[name] = (model, heedful.new_cache(model), context)
         for share in BUDGETS if name in ("standard", "selective") else ():
             tokens = int(share * context)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import heedful
 from heedful.testing import process_peak_mib
 from heedful_lab.commands.bench.clock import spread
+from heedful_lab.rivals.models import convert
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def model_of(sizes: Step, mechanism: str, impl: str, device: str) -> torch.nn.Mo
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
     if mechanism != "unconverted":
-        heedful.convert(model, mechanism, impl=impl)
+        convert(model, mechanism, impl=impl)
     return model.train()
 
 

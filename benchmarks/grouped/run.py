@@ -26,7 +26,7 @@ import heedful
 from benchmarks.parts import read_partial
 from heedful import Grouped
 from heedful.files import append_line
-from heedful.nn import Mechanism, Selective, Standard, to_json
+from heedful.nn import MechanismConfig, Selective, Standard, to_json
 from heedful.ops import Visibility
 from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful_lab.commands.compare.one_model import train
@@ -41,7 +41,7 @@ PAIRS = ("translate", "summarise", "spans")
 REFINES = ("mean", "weighted", "attention")
 
 
-def mechanisms(task: Task) -> dict[str, Mechanism]:
+def mechanisms(task: Task) -> dict[str, MechanismConfig]:
     """By name, for a task of sequences; sentences have four to sixteen tokens."""
     sentence = {"closing": closing_of(task), "shortest": 5, "longest": 2 * SIZE}
     shapes = {
@@ -49,7 +49,7 @@ def mechanisms(task: Task) -> dict[str, Mechanism]:
         "sliding": {"size": 2 * SIZE, "stride": SIZE},
         "sentence": sentence,
     }
-    by_name: dict[str, Mechanism] = {
+    by_name: dict[str, MechanismConfig] = {
         "full attention": Standard(),
         # As many tokens as the mean query of fixed groups sees one by one.
         "window alone": Standard(window=WINDOW + SIZE // 2),
@@ -64,7 +64,7 @@ def mechanisms(task: Task) -> dict[str, Mechanism]:
     return by_name
 
 
-def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
+def paired_mechanisms(task: Task, kind: str) -> dict[str, MechanismConfig]:
     """By name, for a source and a target; groups in every role, windows in self-attention."""
     if kind == "spans":
         return {"full attention": Standard(), "selective in the decoder": Selective()}
@@ -114,7 +114,7 @@ def hyperparameters_of(task: Task) -> Hyperparameters:
 
 
 def run_of(
-    task: Task, mechanism: Mechanism, hyperparameters: Hyperparameters, key: dict, args
+    task: Task, mechanism: MechanismConfig, hyperparameters: Hyperparameters, key: dict, args
 ) -> dict:
     """Train one model; what it scored, and what its attention took."""
     name, seed = key["name"].replace(", ", "-").replace(" ", "-"), key["seed"]

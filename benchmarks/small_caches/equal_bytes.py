@@ -3,7 +3,7 @@
 The measure is what the first model's full cache takes at its peak for one sequence, and `--shares`
 of it are what every model's cache may take at its own peak. Which policy a model is scored with
 follows from what it has: selective attention evicts what is most masked, retention gates the lowest
-gate (also with half of the tokens the newest, or with those of the gates' window), forgetting
+gate (also with half of the tokens the newest), forgetting
 attention the oldest, a hybrid nothing but what its windows leave and the oldest tokens, and
 standard attention has the policies without training.
 
@@ -23,9 +23,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-import heedful
 from benchmarks.parts import add_task_options, check_same, read_partial, task_of
-from heedful.eviction import TOVA, Eviction, LowestGate, MostHidden, Random, StreamingLLM
+from heedful.eviction import TOVA, Eviction, MostHidden, Random, StreamingLLM
 from heedful.files import append_line
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
@@ -34,6 +33,8 @@ from heedful_lab.commands.compare.scoring import score_rows
 from heedful_lab.commands.compare.small_caches import bf16_bytes
 from heedful_lab.records.environment import environment
 from heedful_lab.rivals.calibration import calibrate
+from heedful_lab.rivals.lowest_gate import LowestGate
+from heedful_lab.rivals.models import load
 from heedful_lab.rivals.triattention import TriAttention
 from heedful_lab.tasks import Task
 
@@ -62,7 +63,7 @@ def main() -> None:
     about = {"task": args.task, "length": task.length, "rows": args.rows}
     for name, word in zip(names, args.models, strict=True):
         try:
-            model = heedful.load(word.partition("=")[2], budgets=False, convert=True).eval()
+            model = load(word.partition("=")[2], budgets=False, convert=True).eval()
         except ValueError as error:
             raise SystemExit(f"{word}: {error}") from None
         if "measure" not in about:
@@ -93,11 +94,6 @@ def settings(
     elif all("gate" in layer.keeps for layer in layers):
         policies["LowestGate"] = LowestGate
         policies["LowestGate, half recent"] = lambda n: LowestGate(n, recent=max(PROTECTED, n // 2))
-        window = max(layer.config.window or 0 for layer in layers)
-        if window > PROTECTED:  # as published: no gate decides about these
-            policies["LowestGate, window recent"] = lambda n: LowestGate(
-                n, recent=max(PROTECTED, min(window, n - SINKS - 1))
-            )
     elif any(layer.window is not None for layer in layers):
         policies["StreamingLLM"] = StreamingLLM
     else:

@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-import heedful
 from benchmarks.parts import add_task_options, task_of
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
@@ -32,6 +31,7 @@ from heedful_lab.commands.compare.scratch import Hyperparameters
 from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, policy_name, scored_as
 from heedful_lab.records import UnderBudget, append
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import load
 from heedful_lab.tasks import Task
 
 SEARCHED_ON = 2**20  # a training step that no run comes to: sequences for the search
@@ -52,7 +52,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for word in args.models:
         name, _, folder = word.partition("=")
-        model = heedful.load(folder, budgets=False, convert=True).eval()
+        model = load(folder, budgets=False, convert=True).eval()
         for eviction in tqdm(list(plans(model, task, tuple(args.budgets))), desc=name):
             policy = policy_name(eviction, task.length)
             if policy not in ("whole", *(args.policies or (policy,))):

@@ -10,12 +10,12 @@ search has read. One line more for the tables of `heedful compare --budgets`.
 import argparse
 from pathlib import Path
 
-import heedful
 from heedful.hf.budgets import NAME, read_budgets
 from heedful_lab.commands.compare.scratch import Hyperparameters
 from heedful_lab.commands.compare.small_caches import bf16_bytes, under_budget
 from heedful_lab.records import UnderBudget, append
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import load
 from heedful_lab.tasks import Text
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--name", default="selective + memory loss")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    model = heedful.load(args.model, budgets=False, convert=True)
+    model = load(args.model, budgets=False, convert=True)
     eviction = read_budgets(args.model / NAME, model)
     task = Text.default(tuple(args.data)).cut(args.length, args.tokenizer)
     hyperparameters = Hyperparameters(held_out=task.recipe.held_out)

@@ -30,12 +30,14 @@ from transformers import PreTrainedModel
 import heedful
 from benchmarks.parts import add_task_options, task_of
 from heedful.hf import conversion_of
-from heedful.nn import Forgetting, RetentionGate, Selective, Standard
+from heedful.nn import Forgetting, Selective, Standard
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.trainer import parameter_groups
 from heedful_lab.commands.compare.scoring import score
 from heedful_lab.commands.compare.scratch import Hyperparameters, local_global
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import convert, load
+from heedful_lab.rivals.retention import RetentionGate
 from heedful_lab.tasks import Task
 
 BESIDE = {
@@ -69,7 +71,7 @@ def main() -> None:
     task = task_of(args)
     hyperparameters = Hyperparameters(args.steps, args.batch, held_out=task.recipe.held_out)
     model = changed(
-        heedful.load(args.model, budgets=False, convert=True), args.mechanism, task, args.window
+        load(args.model, budgets=False, convert=True), args.mechanism, task, args.window
     )
     split, judged = next(iter(task.evaluations().items()))
     before = score(model, judged, hyperparameters)
@@ -103,7 +105,7 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task, window: int) -> 
     kinds["self-pruned"] = RetentionGate(window)
     kinds["forgetting"] = Forgetting(start="identity")
     kinds["local-global"] = local_global(config.num_hidden_layers, task.length)
-    return heedful.convert(model, kinds[mechanism]).model
+    return convert(model, kinds[mechanism]).model
 
 
 @contextmanager

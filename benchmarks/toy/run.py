@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.parts import read_partial
 from heedful.files import append_line
-from heedful.nn import Mechanism, MultiToken, mechanism, to_json
+from heedful.nn import MechanismConfig, MultiToken, to_json
 from heedful_lab.commands.compare.one_model import train
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.table import mechanism
 from heedful_lab.tasks import Blocks
 
 LETTERS, ANSWERS = (5, 8), ("all", "first", "last")
@@ -96,7 +97,7 @@ def run_of(
     }  # fmt: skip
 
 
-def begun(task: Blocks, config: Mechanism, size: Size, seed: int, folder: Path) -> Path:
+def begun(task: Blocks, config: MechanismConfig, size: Size, seed: int, folder: Path) -> Path:
     """A new model whose family drops attention weights in training, in a folder."""
     model = from_scratch(task, config, size, seed)
     model.config.attention_dropout = DROPOUT

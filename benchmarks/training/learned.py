@@ -10,10 +10,10 @@ import argparse
 import json
 from pathlib import Path
 
-import heedful
 from heedful.files import write_whole
 from heedful_lab.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import load
 
 NAMES = {"conv": kernel_pattern, "post_conv": kernel_pattern}
 NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("model", help="folder of a model with multi-token attention")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    model = heedful.load(args.model)
+    model = load(args.model)
     parameters = dict(model.named_parameters())
     where, records = environment(), []
     for layer in range(model.config.num_hidden_layers):

@@ -1,30 +1,27 @@
 """The papers behind a mechanism or a converted model, as BibTeX."""
 
+from collections.abc import Iterable
+
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.hf import conversion_of
 from heedful.nn import (
-    Canon,
-    Dex,
     Differential,
-    DifferentialV2,
-    Exclusive,
     Forgetting,
     Gated,
     Grouped,
-    KnockingHeads,
     LocalGlobal,
+    MechanismConfig,
     MultiToken,
-    Parallax,
-    RetentionGate,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
     mechanism,
 )
-from heedful.nn.mechanisms import Mechanism
+
+Paper = tuple[str, str, str, str, int]
+"""Key, title, authors, journal and year."""
 
 _ARTICLE = """@article{{{key},
   title = {{{title}}},
@@ -50,48 +47,15 @@ _DIFFERENTIAL = (
     "Ye, Tianzhu and Dong, Li and Xia, Yuqing and Sun, Yutao and Zhu, Yi and Huang, Gao and "
     "Wei, Furu", "arXiv:2410.05258", 2024,
 )  # fmt: skip
-_KNOCKING = (
-    "zhou2025knocking", "Knocking-Heads Attention",
-    "Zhou, Zhanchao and Chen, Xiaodong and Chen, Haoxing and Lan, Zhenzhong and Li, Jianguo",
-    "arXiv:2510.23052", 2025,
-)  # fmt: skip
-_CANON = (
-    "allenzhu2025canon",
-    "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers",
-    "Allen-Zhu, Zeyuan", "arXiv:2512.17351", 2025,
-)  # fmt: skip
 _GEMMA = ("gemma2025", "Gemma 3 Technical Report", "Gemma Team", "arXiv:2503.19786", 2025)
 _GATED = (
     "qiu2025gated", "Gated Attention for Large Language Models", "Qiu, Zihan and others",
     "arXiv:2505.06708", 2025,
 )  # fmt: skip
-_EXCLUSIVE = (
-    "zhai2026exclusive", "Exclusive Self Attention", "Zhai, Shuangfei", "arXiv:2603.09078", 2026,
-)  # fmt: skip
 _FORGETTING = (
     "lin2025forgetting", "Forgetting Transformer: Softmax Attention with a Forget Gate",
     "Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron",
     "arXiv:2503.02130", 2025,
-)  # fmt: skip
-_PARALLAX = (
-    "zuo2026parallax", "Parallax: Parameterized Local Linear Attention for Language Modeling",
-    "Zuo, Yifei and Pai, Dhruv and Zeng, Zhichen and Dewulf, Alec and Hu, Shuming and "
-    "Wang, Zhaoran", "arXiv:2605.29157", 2026,
-)  # fmt: skip
-_DEX = (
-    "kong2025unchains",
-    "Understanding Differential Transformer Unchains Pretrained Self-Attentions",
-    "Kong, Chaerin and Jang, Jiho and Kwak, Nojun", "arXiv:2505.16333", 2025,
-)  # fmt: skip
-_SIMPLICIAL = (
-    "roy2025simplex", "Fast and Simplex: 2-Simplicial Attention in Triton",
-    "Roy, Aurko and Chou, Timothy and Duvvuri, Sai Surya and Chen, Sijia and Yu, Jiecao and "
-    "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
-)  # fmt: skip
-_PRUNED = (
-    "szilvasy2026pruned",
-    "Self-Pruned Key-Value Attention: Learning When to Write by Predicting Future Utility",
-    "Szilvasy, Gergely and Faysse, Manuel and others", "arXiv:2605.14037", 2026,
 )  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
@@ -104,21 +68,13 @@ _PAPERS = {
     TalkingHeads: (_TALKING,),
     Selective: (_SELECTIVE,),
     Differential: (_DIFFERENTIAL,),
-    DifferentialV2: (_DIFFERENTIAL,),
     Gated: (_GATED,),
-    Exclusive: (_EXCLUSIVE,),
     Forgetting: (_FORGETTING,),
-    Parallax: (_PARALLAX,),
-    Dex: (_DEX,),
-    Simplicial: (_SIMPLICIAL,),
-    RetentionGate: (_PRUNED,),
     Grouped: (_MERGING,),
-    KnockingHeads: (_KNOCKING,),
-    Canon: (_CANON,),
 }
 
 
-def cite(source: str | Mechanism | PreTrainedModel) -> str:
+def cite(source: str | MechanismConfig | PreTrainedModel) -> str:
     """BibTeX entries of the papers whose mechanism this is, or whose mechanisms a model has.
 
     Arguments:
@@ -136,9 +92,13 @@ def cite(source: str | Mechanism | PreTrainedModel) -> str:
         configs = [mechanism(source) if isinstance(source, str) else source]
     if unknown := [config for config in configs if type(config) not in _PAPERS]:
         raise UserError(
-            "source must be a mechanism's name, its configuration, or a converted model, got "
-            f"{unknown[0]!r}"
+            "source must be one of heedful's mechanisms by name, its configuration, or a model "
+            f"converted to it, got {unknown[0]!r}; the source of another is where it is defined"
         )
-    papers = dict.fromkeys(paper for config in configs for paper in _PAPERS[type(config)])
+    return bibtex(dict.fromkeys(paper for x in configs for paper in _PAPERS[type(x)]))
+
+
+def bibtex(papers: Iterable[Paper]) -> str:
+    """Format papers as BibTeX, a blank line between them."""
     fields = ("key", "title", "authors", "journal", "year")
     return "\n\n".join(_ARTICLE.format(**dict(zip(fields, x, strict=True))) for x in papers)

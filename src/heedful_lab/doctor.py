@@ -86,8 +86,8 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
     from transformers.utils import logging
 
     from heedful.hf.stock import stock_class
-    from heedful.nn import TABLE
     from heedful_lab.commands.models import configuration_of
+    from heedful_lab.rivals.table import TABLE
 
     logging.set_verbosity_error()
     config, mechanisms = configuration_of(name)
@@ -126,9 +126,9 @@ class _Fit(NamedTuple):
 
 def _fit(model, config) -> tuple[_Fit | None, str]:
     """Describe a mechanism in a model on `meta`, or why it does not fit."""
-    from heedful.hf import convert
     from heedful.hf.cache.places import kept_beside
     from heedful.nn import Layer
+    from heedful_lab.rivals.models import convert
 
     try:
         conversion = convert(model, config, verify=False)  # on meta
@@ -139,10 +139,11 @@ def _fit(model, config) -> tuple[_Fit | None, str]:
     shapes = [layer.shape for layer in layers]
     own = sum(p.numel() for p in conversion.parameters().values())
     contents = ["keys and values", *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
+    cached = f"caches hold {', '.join(contents)}" if all(x.caches for x in layers) else "no cache"
     where = "" if conversion.where[config] == ("decoder",) else f" in {conversion.where[config]}"
     first = shapes[0]
     return _Fit(
-        about=f"fits{where}: {own:,} parameters more; caches hold {', '.join(contents)}",
+        about=f"fits{where}: {own:,} parameters more; {cached}",
         heads=f"{len(layers)} layers of {first.heads} heads of {first.dim}, "
         f"{first.key_heads} key heads",
         cache=sum(2 * shape.key_heads * shape.dim for shape in shapes),

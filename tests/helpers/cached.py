@@ -3,37 +3,28 @@
 import torch
 from torch import Tensor
 
-from heedful.eviction import LowestGate, MostHidden
+from heedful.eviction import MostHidden
 from heedful.hf.versions import cache_argument, cache_of, generate_argument
 from heedful.nn import (
     NAMES,
-    Canon,
     Forgetting,
     Grouped,
-    KnockingHeads,
     LocalGlobal,
     MultiToken,
-    RetentionGate,
     Selective,
-    Simplicial,
     Standard,
+    mechanism,
 )
-from helpers.families import exactly, of_few_layers, tiny, varied
+from helpers.families import exactly, tiny, varied
 
-MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
+MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "mta-everywhere": MultiToken(conv=(4, 5), post_conv=(3, 3), conv_every=1),
     "mta-pre": MultiToken(conv=(4, 5), post_conv=None, conv_every=1),
     "selective-extra": Selective(selector="extra"),
     "selective-per-head": Selective(selector="per-head"),
     "local": Standard(window=4),
     "local-global": LocalGlobal(window=5, every=2),
-    "simplicial-everywhere": Simplicial(window=3, second_window=4, every=1),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "knocking-heads-mlp": KnockingHeads(form="mlp"),
-    "canon-a": Canon("A", kernel=3),
-    "canon-wide": Canon(kernel=9),
     "forgetting-identity": Forgetting("identity"),
-    "self-pruned": RetentionGate(window=3),
     "grouped": Grouped(size=3, window=2),
     "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
     "grouped-sentence": Grouped("sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31)),
@@ -42,19 +33,12 @@ MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
     ),
 }
 
-GATED = ("retention-gate", "self-pruned")
-
 
 def serves(policy: type | None, name: str) -> bool:
     """Whether a policy with a budget serves a mechanism that keeps tokens one by one."""
     supported = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
-                          "forgetting-identity"), LowestGate: GATED}  # fmt: skip
+                          "forgetting-identity")}  # fmt: skip
     return name in supported.get(policy, (name,))
-
-
-def served_by(policy: type) -> str:
-    """A mechanism that the policy serves."""
-    return "retention-gate" if policy is LowestGate else "selective"
 
 
 def converted(name: str, family: str = "llama", **options):

@@ -381,14 +381,6 @@ def llama(mechanism) -> None:
     check_equal(loss_and_grads(compiled), loss_and_grads(model))
 
 
-def gates_in_blocks() -> None:
-    """Blocks of rows that a backward pass computes again are part of the one graph."""
-    from heedful.nn import RetentionGate, retention
-
-    retention._ROWS = 4
-    llama(RetentionGate(window=3))
-
-
 LENGTHS = ("mta-full", "low-rank", "selective-own", "differential")
 
 
@@ -426,7 +418,6 @@ CHECKS = {
     "inductor": inductor,
     "inductor softmax": lambda: softmax_steps("inductor"),
     "forward mode": forward_mode,
-    "llama gates": gates_in_blocks,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in [*MECHANISMS, *LOW_RANK]},
     **{
         f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])

@@ -21,7 +21,7 @@ from helpers.families import tiny
 
 IDS = torch.arange(3, 23)[None]
 FAMILIES = ("llama", "gemma2", "gpt_neox", "gpt_oss", "mistral")
-MECHANISMS = ("mta", "selective", "differential", "canon")
+MECHANISMS = ("mta", "selective", "differential")
 POLICIES = {"selective": MostHidden(tokens=15), "differential": StreamingLLM(tokens=15)}
 
 

@@ -14,7 +14,6 @@ from transformers import (
 )
 
 import heedful
-from heedful.nn import Simplicial, mechanism
 
 VOCABULARY = 40
 COMMON = {
@@ -81,23 +80,13 @@ FAMILIES = {
 }
 # SDPA has no cap and no sinks: their own attention rounds at other places.
 EAGER = ("gemma2", "gpt_oss")
-FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and values
-
-
-def of_few_layers(name: str):
-    """The mechanism of a name, as a model of two or three layers can have it."""
-    if name == "simplicial":
-        return Simplicial(window=5, second_window=3, every=2)
-    return mechanism(name)
 
 
 def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
-    if name.startswith(("grouped", "forgetting", "simplicial")):
+    if name.startswith(("grouped", "forgetting")):
         return family not in EAGER
-    if name == "mta-flash":
-        return family != "gemma2"
-    return name != "differential-v2" or family not in (*FUSED, "olmo2")
+    return name != "mta-flash" or family != "gemma2"
 
 
 def config_of(family: str, **changes: object):

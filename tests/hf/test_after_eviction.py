@@ -14,13 +14,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import heedful
-from heedful.eviction import TOVA, LowestGate, MostHidden, StreamingLLM
+from heedful.eviction import TOVA, MostHidden, StreamingLLM
 from heedful.hf import after_eviction, conversion_of
 from heedful.hf.after_eviction import AfterEviction, Calls
 from heedful.hf.budgets import read_budgets, write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.versions import cache_argument
-from heedful.nn import RetentionGate
 from heedful.training.under_eviction import EvictionInTraining
 from helpers.families import logits, stir, tiny, tokens
 
@@ -147,12 +146,10 @@ def test_whole_sequences_are_what_steps_through_a_cache_are(family, policy, firs
     torch.testing.assert_close(actual, torch.cat(calls, 1), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("gates", [False, True])
-def test_in_training_matrices_act_where_they_will(monkeypatch, gates):
+def test_in_training_matrices_act_where_they_will(monkeypatch):
     for name in ("eviction_order", "under_eviction"):
         monkeypatch.setattr(f"heedful.training.{name}.CHUNK", CHUNK)
-    policy = LowestGate(POLICY.tokens, sinks=2, recent=3) if gates else POLICY
-    model, ids = selective(mechanism=RetentionGate() if gates else EXTRA), tokens(2, 51)
+    policy, model, ids = POLICY, selective(mechanism=EXTRA), tokens(2, 51)
     wrapped = with_matrices(model)
     owner = EvictionInTraining(wrapped, policy)
     for factor in (1.0, 1.5):

@@ -22,8 +22,8 @@ from transformers import (
 
 import heedful
 from heedful.hf import register
-from heedful.nn import NAMES, Differential, MultiToken, Selective, ablations
-from helpers.families import config_of, logits, of_few_layers, tiny, tokens, varied
+from heedful.nn import NAMES, Differential, MultiToken, Selective, ablations, mechanism
+from helpers.families import config_of, logits, tiny, tokens, varied
 
 
 def converted(config="mta-published", dtype=torch.float32):
@@ -46,7 +46,7 @@ def folder(whole, tmp_path):
     return tmp_path
 
 
-CONFIGS = {name: of_few_layers(name) for name in NAMES} | {
+CONFIGS = {name: mechanism(name) for name in NAMES} | {
     "bilinear": Selective(selector="bilinear", protect_first=False),
     "vector gate": ablations()["pre conv, post mix, vector gate"],
     "identity gate": MultiToken(conv=(2, 3), mix=2, gate="scalar", gate_start="identity"),
@@ -250,7 +250,7 @@ DAMAGE = {
         f, heedful={"mechanisms": [{"mechanism": "mta", "layers": [0]}]}
     ),
     "config.json has no valid 'layers'": lambda f: change_part(f, layers=3),
-    "mechanism kind must be one of .* got 'Clustered'; it was written by another": lambda f: (
+    "mechanism kind must be one of .* got 'Clustered': pass the class of its conf": lambda f: (
         change_part(f, mechanism={"kind": "Clustered"})
     ),
     "Selective has no field size; it was written by another": lambda f: change_part(

@@ -1,7 +1,6 @@
-"""The door serves what layers declare: input, ids, positions, cache, before rotation; hybrids."""
+"""The door serves what layers declare: input, ids, positions; mechanisms of one's own; hybrids."""
 
-import copy
-import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from heedful.nn import (
     Standard,
     StandardAttention,
     TalkingHeads,
+    from_json,
 )
-from heedful.nn.layer import ALONE
-from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin, varied
+from helpers.families import logits, ragged_mask, stir, tiny, tokens, varied
 
 
 class Noting(StandardAttention):
@@ -32,16 +31,6 @@ class Noting(StandardAttention):
     def forward(self, q, k, v, *, inputs: LayerInputs, **options) -> LayerOutput:
         self.noted = inputs
         return super().forward(q, k, v, inputs=inputs, **options)
-
-
-class Doubling(StandardAttention):
-    """Standard attention of doubled values and negated queries and keys, before the rotation."""
-
-    needs = frozenset({"unrotated"})
-
-    def before_rotation(self, part, x, tokens=ALONE):
-        assert x.ndim == 4 and x.shape[-1] == self.shape.dim
-        return 2 * x if part == "v" else -x
 
 
 def with_layers(monkeypatch, kind: type, family: str = "llama", **options):
@@ -83,20 +72,89 @@ def test_what_cannot_be_given_is_refused(monkeypatch):
         model(inputs_embeds=embedded)
 
 
-def test_a_layer_can_act_before_the_rotation(monkeypatch):
-    plain = tiny()
-    expected = twin(plain)
-    for layer in expected.model.layers:
-        for part, factor in (("q", -1), ("k", -1), ("v", 2)):
-            getattr(layer.self_attn, f"{part}_proj").weight.data.mul_(factor)
-    ids = tokens()
-    before = logits(plain, ids)
-    monkeypatch.setattr(Standard, "build", lambda self, shape: Doubling(self, shape))
-    conversion = heedful.convert(plain, "standard")
-    for model in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
-        torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=0, atol=1e-11)
-    conversion.revert()
+@dataclass(frozen=True)
+class Louder:
+    """A mechanism of one's own: standard attention times a learned factor per head."""
+
+    start: float = 1.0
+    tags: tuple[str, ...] = ()
+
+    def build(self, shape: HeadShape) -> "LouderAttention":
+        return LouderAttention(self, shape)
+
+
+class LouderAttention(StandardAttention):
+    def __init__(self, config: Louder, shape: HeadShape) -> None:
+        super().__init__(Standard(), shape)
+        self.factor = nn.Parameter(torch.full((shape.heads, 1, 1), config.start))
+
+    def forward(self, *qkv, **options) -> LayerOutput:
+        result = super().forward(*qkv, **options)
+        return result._replace(output=(result.output * self.factor).to(result.output.dtype))
+
+
+def test_a_mechanism_of_ones_own(tmp_path):
+    """Converted, trained, saved, loaded and reverted as heedful's are."""
+    model, ids = tiny(dtype=torch.float32), tokens()
+    before = logits(model, ids)
+    conversion = heedful.convert(model, {Louder(tags=("a", "b")): [0, 2], "selective": [1]})
+    optimizer = torch.optim.AdamW(conversion.parameters().values(), lr=0.1)
+    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    changed = logits(model.eval(), ids)
+    assert not torch.allclose(changed, before, atol=1e-3)
+    model.save_pretrained(tmp_path / "whole")
+    again = heedful.load(tmp_path / "whole", mechanisms=[Louder])
+    assert again._heedful.mechanisms == conversion.mechanisms
+    assert torch.equal(logits(again, ids), changed)
+    with pytest.raises(ValueError, match=r"got 'Louder': .* heedful.load\(..., mechanisms="):
+        heedful.load(tmp_path / "whole")
+    plain = heedful.revert(model)
     assert torch.equal(logits(plain, ids), before)
+    heedful.save_adapter(again, tmp_path / "adapter", base="base")
+    heedful.load(plain, adapter=tmp_path / "adapter", mechanisms=[Louder])
+    assert torch.equal(logits(plain, ids), changed)
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """Fields that no file would give back."""
+
+    factor: object = 1.0
+
+    def build(self, shape: HeadShape) -> StandardAttention:
+        return StandardAttention(Standard(), shape)
+
+
+Impostor = type("Gated", (Louder,), {})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (3, "a name or a configuration such as .* got 3"),
+        (Louder, "a frozen dataclass with build"),
+        (Unsaved([1.0]), "must have fields that JSON can hold"),
+        (Unsaved(torch.ones(2)), "must have fields that JSON can hold"),
+        (Impostor(), r"has the name of heedful\.Gated, .* call the class otherwise"),
+    ],
+    ids=["no configuration", "a class", "a list", "a tensor", "a name that is taken"],
+)
+def test_configurations_that_no_file_could_hold_are_refused(config, message):
+    model = tiny()
+    with pytest.raises(ValueError, match=message):
+        heedful.convert(model, config)
+    assert not isinstance(getattr(model, "_heedful", None), heedful.Conversion)
+
+
+def test_the_classes_that_load_is_given_are_checked():
+    for wrong, message in {
+        (Louder(),): "must be classes of configurations",
+        (Impostor,): "has the name of heedful.Gated",
+        (Louder, type("Louder", (Louder,), {})): "two classes of the name Louder",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            from_json({"kind": "Louder"}, wrong)
 
 
 HYBRID = {

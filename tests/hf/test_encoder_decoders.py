@@ -11,7 +11,7 @@ import heedful
 from heedful import eviction
 from heedful.hf.auto_classes import register
 from heedful.hf.versions import cache_argument, cache_of
-from heedful.nn import Grouped, KnockingHeads, MultiToken, Selective, Standard, mechanism
+from heedful.nn import Grouped, MultiToken, Selective, Standard, mechanism
 from heedful.testing import assert_causal
 from helpers.cached import tensors_in
 from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
@@ -20,24 +20,22 @@ from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, t
 every = pytest.mark.parametrize("family", ENCODER_DECODERS)
 MTA = MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1)
 BY_NAME = (
-    "standard", "talking-heads", "selective", "differential", "canon", "differential-v2",
-    "exclusive", "forgetting", "parallax", "dex",
+    "standard", "talking-heads", "selective", "differential",
+    "forgetting",
 )  # fmt: skip
 MECHANISMS = {name: mechanism(name) for name in BY_NAME} | {
     "mta": MTA,
     "grouped": Grouped(size=2, window=1),  # two groups fit in T5Gemma's window of 4
     "grouped-cif": Grouped("cif", size=2, longest=3, window=1, share=2, refine="attention"),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 UNCHANGING = {
-    **{name: MECHANISMS[name] for name in ("standard", "talking-heads", "canon", "knocking-heads")},
+    **{name: MECHANISMS[name] for name in ("standard", "talking-heads")},
     "mta": MultiToken(conv_every=1),
     "selective with an extra head": Selective(selector="extra"),
 }
 EVERYWHERE = ("decoder", "encoder", "cross")
-ROLES = dict.fromkeys(("selective", "canon", "forgetting", "parallax"), ("decoder",))
-ROLES["exclusive"] = ("decoder", "encoder")
+ROLES = dict.fromkeys(("selective", "forgetting"), ("decoder",))
 
 
 def converted(family: str, mechanism: object, **options):
@@ -119,19 +117,6 @@ def test_cached_generation_is_the_uncached_one(family, name, mode):
         actual.append(model.generate(source, **options))
     assert torch.equal(*actual)
     assert mode != "samples" or len(actual[0].unique()) > 8
-
-
-def test_pairs_of_a_decoders_tokens():
-    """In BART; T5 adds position biases, which pairs of keys do not have."""
-    config = heedful.Simplicial(window=3, second_window=2, every=1)
-    model, source, mask = converted("bart", config), tokens(3, 11), ragged_mask(3, left=False)
-    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-    actual, expected = (model.generate(source, use_cache=x, **options) for x in (True, False))
-    assert torch.equal(actual, expected)
-    assert_causal(lambda ids: logits(model, source, ids), tokens(3, 9), dim=1)
-    assert heedful.convert(tiny("bart"), config).where == {config: ("decoder",)}
-    with pytest.raises(ValueError, match=r"where='decoder': .* a position bias that it does not"):
-        heedful.convert(tiny("t5"), config, where="decoder")
 
 
 @every

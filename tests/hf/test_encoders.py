@@ -7,10 +7,7 @@ from transformers import T5EncoderModel
 
 import heedful
 from heedful.nn import (
-    Dex,
     Differential,
-    Exclusive,
-    KnockingHeads,
     MultiToken,
     Selective,
     Standard,
@@ -24,13 +21,10 @@ IDENTITIES = {
     "standard": Standard(),
     "mta": MultiToken(conv_every=1),
     "talking-heads": TalkingHeads(),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
 }
 MECHANISMS = IDENTITIES | {
     "mta": MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1),
     "differential": Differential(),
-    "exclusive": Exclusive(),
-    "dex": Dex((1, 2)),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 MASKS = {"whole": None, "left": ragged_mask(left=True), "right": ragged_mask(left=False)}

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 import heedful
 from heedful.nn import NAMES
 from helpers.cached import converted, greedy
-from helpers.families import EAGER, VOCABULARY, fits, logits, of_few_layers, stir, tiny, tokens
+from helpers.families import EAGER, VOCABULARY, fits, logits, stir, tiny, tokens
 
 
 def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
@@ -53,7 +53,7 @@ def family_with_a_cache_of_its_own(name: str):
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).double().eval()
     stir(model, 0.2)
-    heedful.convert(model, of_few_layers(name))
+    heedful.convert(model, name)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Forgetting attention: its formula, state, precision, memory; exclusive attention's formula."""
+"""Forgetting attention: its formula, state, precision and memory."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from heedful.nn import (
-    Exclusive,
     Forgetting,
     HeadShape,
     Layer,
@@ -210,23 +209,6 @@ def test_maps_hide_what_is_forgotten():
     torch.testing.assert_close(maps.hiding.sum(2), state, **EXACT)
 
 
-def test_exclusive_outputs_have_nothing_of_their_own_value():
-    module, (q, k, v, _) = Exclusive().build(SHAPE), qkvx(7)
-    v[0, 1, 3] = 0  # a value without a direction takes nothing away
-    plain = Standard().build(SHAPE)(q, k, v).output
-    actual = module(q, k, v).output
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, plain.shape[:3])).tolist():
-        y, own = plain[b, h, i].tolist(), v[b, h // 2, i].tolist()
-        square = sum(a * a for a in own) or 1.0
-        along = sum(a * c for a, c in zip(y, own, strict=True)) / square
-        expected = v.new_tensor([a - along * c for a, c in zip(y, own, strict=True)])
-        torch.testing.assert_close(actual[b, h, i], expected, **EXACT)
-    assert bool((actual[:, :, 0].abs() < 1e-12).all()), "the first token reads itself alone"
-    last = module(q[:, :, 4:], k, v).output
-    torch.testing.assert_close(last, actual[:, :, 4:], **EXACT)
-    assert module.roles == {"decoder", "encoder"}
-
-
 def test_refused():
     module, (q, k, v, x) = Forgetting().build(SHAPE).double(), qkvx(5)
     inputs = LayerInputs(input=x)
@@ -242,7 +224,4 @@ def test_refused():
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name}"):
             module(q, k, v, visibility=visibility, inputs=inputs)
-    other = Visibility(causal=False, queries=Queries())
-    with pytest.raises(ValueError, match=r"exclusive attention needs each query's own value"):
-        Exclusive().build(SHAPE)(q, k, v, visibility=other)
     assert Selective().build(SHAPE).keeps == module.keeps, "policies that read F serve both"

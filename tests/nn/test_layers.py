@@ -10,21 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from heedful import ops
 from heedful.nn import (
     NAMES,
-    Canon,
-    Dex,
     Differential,
-    Exclusive,
     Forgetting,
     Grouped,
     HeadShape,
     Layer,
     LayerInputs,
     MultiToken,
-    Parallax,
-    ProjectionContext,
-    RetentionGate,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
     ablations,
@@ -59,10 +52,6 @@ IDENTITIES = {
     "talking heads": TalkingHeads(),
     "talking heads in pairs": TalkingHeads(group=2),
     "forgetting": Forgetting("identity"),
-    "parallax": Parallax(),
-    "dex": Dex(),
-    "retention-gate": RetentionGate(),
-    "self-pruned": RetentionGate(window=3),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -77,11 +66,8 @@ def test_identity_at_initialisation(name):
 ALL = {name: mechanism(name) for name in NAMES} | {
     name: config for name, config in ablations().items()
 }
-ALL["simplicial"] = Simplicial(5, 3, every=1)
 ALL["selective, bilinear"] = Selective(selector="bilinear")
 ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
-ALL["self-pruned"] = RetentionGate(window=3)
-ALL["canon"] = Canon("B")  # what a layer does to the module's input is not seen here
 
 
 def beside(tokens: int = 9) -> LayerInputs:
@@ -89,26 +75,13 @@ def beside(tokens: int = 9) -> LayerInputs:
     return LayerInputs(input=draw(2, tokens, SHAPE.hidden))
 
 
-def opened(attention: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
-    """Queries, keys and values as the layer changes them before the rotation."""
-    if "unrotated" not in attention.needs:
-        return [q, k, v]
-    beside = ProjectionContext(input=inputs.input)
-    parts = zip("qkv", (q, k, v), strict=True)
-    return [
-        attention.before_rotation(x, y.transpose(1, 2), beside).transpose(1, 2) for x, y in parts
-    ]
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_every_preset_runs_and_trains_all_its_parameters(name):
     attention = stirred(ALL[name])
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
-    out = attention(*opened(attention, q, k, v, inputs), inputs=inputs)
-    # Gates are in no output: what learns them reads the state.
-    gates = out.state.square().sum() if name == "retention-gate" else 0
-    (out.output.square().sum() + gates).backward()
+    out = attention(q, k, v, inputs=inputs)
+    out.output.square().sum().backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *attention.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
@@ -167,14 +140,7 @@ def test_what_layers_declare():
         MultiToken(): (10, (), nothing),
         Selective(): (0, ("F",), nothing),
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
-        Exclusive(): (0, (), nothing),
         Forgetting(): (0, ("F",), inputs),
-        Parallax(): (0, (), inputs | {"rotation"}),
-        Dex(): (0, (), nothing),
-        Simplicial(): (0, (), nothing),  # every fourth layer
-        Simplicial(every=1): (0, ("second keys", "second values"), inputs),
-        RetentionGate(): (0, ("gate",), inputs),
-        RetentionGate(window=3): (0, ("gate",), inputs),
     }.items():
         attention = config.build(SHAPE)
         assert isinstance(attention, Layer)
@@ -194,7 +160,7 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
         assert not torch.allclose(fewer, whole, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "self-pruned"])
+@pytest.mark.parametrize("name", [*NAMES])
 def test_maps_are_what_multiplies_the_values(name):
     attention, inputs = stirred(ALL[name]), beside()
     if getattr(attention, "norm", None) is not None:
@@ -205,11 +171,7 @@ def test_maps_are_what_multiplies_the_values(name):
         )
     else:
         attention.gate = None
-    q, k, v = opened(attention, *qkv(), inputs)
-    if name == "simplicial":  # whose second values act behind the map: all one
-        beside_state = attention.beside(inputs)
-        beside_state[..., SHAPE.dim :] = 1
-        inputs = inputs._replace(beside=beside_state)
+    q, k, v = qkv()
     maps = attention.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
     out = attention(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
     if name == "differential":
@@ -218,12 +180,6 @@ def test_maps_are_what_multiplies_the_values(name):
         actual = pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
     else:
         actual = maps @ v.repeat_interleave(2, dim=1)
-    if name == "exclusive":  # whose projection acts behind the map
-        own = v.repeat_interleave(2, dim=1)
-        along = (actual * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
-        actual = actual - along * own
-    if name == "dex":  # whose matrix does too
-        actual = actual - attention.factor * (actual @ attention.matrix)
     torch.testing.assert_close(actual, out, **EXACT)
 
 
@@ -435,13 +391,11 @@ def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
     )
     stir(attention, 0.3)
     rounded = [x.to(dtype) for x in qkv(40)]
-    actual = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
+    actual = attention(*rounded, inputs=inputs).output
     assert actual.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
         monkeypatch.setattr(api, "choose", lambda *_, **__: "reference")
-    plain = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
+    plain = attention(*rounded, inputs=inputs).output
     exact, attention = LayerInputs(input=inputs.input.double()), attention.double()
-    oracle = attention(
-        *opened(attention, *(x.double() for x in rounded), exact), inputs=exact
-    ).output
+    oracle = attention(*(x.double() for x in rounded), inputs=exact).output
     assert_matches_oracle(name, actual, plain, oracle, terms=40)

@@ -4,201 +4,17 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from heedful.nn import (
-    Canon,
-    DifferentialV2,
     Gated,
     HeadShape,
-    KnockingHeads,
     LayerInputs,
     LocalGlobal,
-    ProjectionContext,
     Standard,
 )
 from heedful.ops import Visibility
-from helpers.layers import SHAPE, stirred
+from helpers.layers import SHAPE, attended, stirred
 from helpers.oracle import EXACT, draw
-
-ROWS = {"q": 4, "k": 2, "v": 2}
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal softmax attention, `[B, T, H, D]`, number by number."""
-    batch, length, heads, dim = q.shape
-    group = heads // k.shape[2]
-    out = torch.zeros_like(q)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(length):
-                first = 0 if window is None else max(0, i - window + 1)
-                logits = [
-                    sum(float(q[b, i, h, c] * k[b, j, h // group, c]) for c in range(dim))
-                    for j in range(first, i + 1)
-                ]
-                weights = [math.exp(x / dim**0.5) for x in logits]
-                for j, weight in zip(range(first, i + 1), weights, strict=True):
-                    out[b, i, h] += weight / sum(weights) * v[b, j, h // group]
-    return out
-
-
-@pytest.mark.parametrize("parts", [("v",), ("q", "k", "v"), ("k",)])
-def test_knocking_heads_multiply_every_head_by_one_matrix(parts):
-    module = stirred(KnockingHeads(parts))
-    assert set(module.shared) == set(parts)
-    for part, heads in ROWS.items():
-        x = draw(2, 3, heads, 6)
-        expected = x.clone()
-        if part in parts:
-            matrix = module.shared[part].tolist()
-            for b, t, h, c in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
-                expected[b, t, h, c] = sum(float(x[b, t, h, a]) * matrix[a][c] for a in range(6))
-        torch.testing.assert_close(module.before_rotation(part, x), expected, **EXACT)
-
-
-def test_knocking_heads_with_a_gate():
-    module = stirred(KnockingHeads(form="mlp"))
-    up, gate, down = (module.shared[name].tolist() for name in ("up", "gate", "down"))
-    x = draw(2, 3, 2, 6)
-    expected = torch.zeros_like(x)
-    for b, t, h in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).tolist():
-        row = x[b, t, h].tolist()
-        inner = []
-        for c in range(6):
-            opening = 1 / (1 + math.exp(-sum(row[a] * gate[a][c] for a in range(6))))
-            inner.append(2 * opening * sum(row[a] * up[a][c] for a in range(6)))
-        for c in range(6):
-            expected[b, t, h, c] = sum(inner[a] * down[a][c] for a in range(6))
-    torch.testing.assert_close(module.before_rotation("v", x), expected, **EXACT)
-
-
-def test_linear_knocking_heads_fold_into_the_projection():
-    """What the paper says of inference: W' = W T per head."""
-    module, weight, x = stirred(KnockingHeads()), draw(2 * 6, 20), draw(2, 3, 20)
-    values = (x @ weight.mT).unflatten(-1, (2, 6))
-    folded = torch.cat([module.shared["v"].mT @ head for head in weight.split(6)])
-    actual = module.before_rotation("v", values).flatten(2)
-    torch.testing.assert_close(actual, x @ folded.mT, **EXACT)
-
-
-def convolved(
-    x: Tensor, kernel: Tensor, past: Tensor | None = None, segments: Tensor | None = None
-) -> Tensor:
-    """x[t] plus a weighted sum of the tokens up to t, `[B, T, C]`, number by number."""
-    rows = x if past is None else torch.cat([past, x], dim=1)
-    before, width = rows.shape[1] - x.shape[1], kernel.shape[1]
-    out = x.clone()
-    for b, t, c in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
-        for back in range(width):
-            at = before + t - back
-            if at < 0:
-                continue
-            if segments is not None:
-                row = segments[b if len(segments) > 1 else 0]
-                if row[at] != row[before + t]:
-                    continue
-            out[b, t, c] += kernel[c, width - 1 - back] * rows[b, at, c]
-    return out
-
-
-SEGMENTS = {
-    "one": None,
-    "documents": torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]]),
-    "left and right padding": torch.tensor([[-1, -1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, -1]]),
-}
-
-
-@pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("cached", [0, 1, 2, 3])
-@pytest.mark.parametrize("kernel", [1, 2, 4, 9])
-def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segments):
-    module, segments = stirred(Canon(kernel=kernel)), SEGMENTS[segments]
-    assert module.past_inputs == kernel - 1
-    new = 8 - cached
-    x, inputs = draw(2, 8, 4, 6), draw(2, 8, 20)
-    past = (None, None) if not cached else (inputs[:, :cached], x[:, :cached])
-    beside = ProjectionContext(past=past[0], segments=segments)
-    expected = convolved(inputs[:, cached:], module.kernels["input"], past[0], segments)
-    actual = module.before_projection(inputs[:, cached:], beside)
-    torch.testing.assert_close(actual, expected, **EXACT)
-    for part, heads in ROWS.items():
-        queries = x[:, :, :heads]
-        before = None if not cached else queries[:, :cached]
-        expected = convolved(
-            queries[:, cached:].flatten(2), module.kernels[part],
-            None if before is None else before.flatten(2), segments,
-        )  # fmt: skip
-        beside = ProjectionContext(past=before, segments=segments)
-        actual = module.before_rotation(part, queries[:, cached:], beside)
-        assert actual.shape == (2, new, heads, 6)
-        torch.testing.assert_close(actual.flatten(2), expected, **EXACT)
-
-
-def test_what_padding_holds_does_not_reach_a_convolution():
-    module, inputs = stirred(Canon("A")), draw(1, 5, 20)
-    inputs[:, 1] = float("nan")
-    actual = module.before_projection(
-        inputs, ProjectionContext(segments=torch.tensor([[-1, -1, 0, 0, 0]]))
-    )
-    assert bool(actual[:, 2:].isfinite().all())
-
-
-def test_where_canon_stands_and_how_it_starts():
-    def parts(config: Canon) -> set[str]:
-        return set(config.build(SHAPE).kernels)
-
-    assert parts(Canon("A")) == {"input"} and parts(Canon("B")) == {"q", "k", "v"}
-    assert parts(Canon()) == {"input", "q", "k", "v"}
-    module = Canon(start="random").build(SHAPE)
-    assert all(0 < kernel.abs().max() <= 0.5 for kernel in module.kernels.values())
-    assert all(bool((kernel == 0).all()) for kernel in Canon().build(SHAPE).kernels.values())
-    assert module.roles == {"decoder"} and not module.plain_cache
-
-
-def test_differential_v2():
-    """Pairs of queries over one key and value, and a lambda per token and head."""
-    module = stirred(DifferentialV2())
-    inputs, q = draw(2, 5, 20), draw(2, 5, 4, 6)
-    k, v = draw(2, 5, 2, 6), draw(2, 5, 2, 6)
-    second = torch.zeros_like(q)
-    for b, t, h, c in torch.cartesian_prod(*map(torch.arange, q.shape)).tolist():
-        row = module.query.weight.detach()[h * 6 + c]
-        second[b, t, h, c] = sum(float(inputs[b, t, e] * row[e]) for e in range(20))
-    pairs = module.before_rotation("q", q, ProjectionContext(input=inputs))
-    torch.testing.assert_close(pairs[:, :, 0::2], q, **EXACT)
-    torch.testing.assert_close(pairs[:, :, 1::2], second, **EXACT)
-    assert module.before_rotation("k", k, ProjectionContext(input=inputs)) is k
-    expected = attended(q, k, v)
-    less = attended(second, k, v)
-    for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        logit = sum(float(inputs[b, t, e] * module.lam.weight.detach()[h, e]) for e in range(20))
-        expected[b, t, h] -= less[b, t, h] / (1 + math.exp(-logit))
-    out = module(
-        *(x.transpose(1, 2) for x in (pairs, k, v)), inputs=LayerInputs(input=inputs)
-    ).output
-    torch.testing.assert_close(out.transpose(1, 2), expected, **EXACT)
-
-
-def test_both_queries_of_differential_v2_get_the_familys_bias_and_sink():
-    module, inputs = stirred(DifferentialV2()), draw(2, 5, 20)
-    q, k, v = draw(2, 8, 5, 6), draw(2, 2, 5, 6), draw(2, 2, 5, 6)
-    bias, sinks = draw(1, 4, 5, 5), draw(4)
-    logits = q @ k.repeat_interleave(4, 1).mT / 6**0.5 + bias.repeat_interleave(2, 1)
-    logits = logits.masked_fill(~torch.ones(5, 5).bool().tril(), -math.inf)
-    column = sinks.repeat_interleave(2)[:, None, None].expand(2, 8, 5, 1)
-    both = torch.cat([logits, column], -1).softmax(-1)[..., :5] @ v.repeat_interleave(4, 1)
-    beside = LayerInputs(input=inputs, bias=bias, sinks=sinks)
-    expected = both[:, 0::2] - module.lambdas(beside, 5) * both[:, 1::2]
-    torch.testing.assert_close(module(q, k, v, inputs=beside).output, expected, **EXACT)
-
-
-def test_lambdas_of_differential_v2_start_at_one_half():
-    module, inputs = DifferentialV2().build(SHAPE).double(), draw(2, 5, 20)
-    assert bool((module.lambdas(LayerInputs(input=inputs), 3) == 0.5).all())
-    assert module.query.weight.std().item() == pytest.approx(20**-0.5, rel=0.1)
-    # One more query projection, and a lambda per head: what the published count has beyond ours.
-    assert sum(p.numel() for p in module.parameters()) == 4 * 6 * 20 + 4 * 20
 
 
 @pytest.mark.parametrize("per", ["channel", "head"])
@@ -248,7 +64,3 @@ def test_a_model_with_a_narrower_window_keeps_it():
     narrow = Visibility(window=2)
     expected = plain(q, k, v, visibility=narrow).output
     torch.testing.assert_close(module(q, k, v, visibility=narrow).output, expected, **EXACT)
-
-
-def test_parts_may_come_in_any_order():
-    assert KnockingHeads(("k", "q")) == KnockingHeads(("q", "k"))

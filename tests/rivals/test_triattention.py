@@ -158,7 +158,7 @@ def test_a_calibration_is_the_mean_of_the_queries_before_the_rotation(family):
         torch.testing.assert_close(layer.lengths.double(), pairs.mean(0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["standard", "selective", "differential", "differential-v2"])
+@pytest.mark.parametrize("name", ["standard", "selective", "differential"])
 def test_budgets_hold_and_a_full_one_is_none(name):
     model, calibration = calibrated(name, dtype=torch.float32)
     ids = tokens(2, 40)

@@ -10,9 +10,8 @@ import torch
 from transformers import TrainingArguments
 
 import heedful
-from heedful.eviction import LowestGate
 from heedful.hf.intercept import intercept, interceptors
-from heedful.nn import RetentionGate, Selective
+from heedful.nn import Selective
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_shares
 from heedful.training.eviction_order import LEVEL, EvictionOrderLoss
@@ -20,6 +19,9 @@ from heedful.training.trainer import LayerTrainer
 from heedful_lab.commands.policies import policy_named
 from heedful_lab.commands.train.options import Training
 from heedful_lab.commands.train.run import train_text
+from heedful_lab.rivals.lowest_gate import LowestGate
+from heedful_lab.rivals.models import load
+from heedful_lab.rivals.retention import RetentionGate
 from helpers.families import tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 
@@ -190,11 +192,6 @@ def test_the_loss_of_gates_is_that_of_what_they_evict(monkeypatch):
         assert reports[0].visible[:, chunk].sum(-1).tolist() == [min(LENGTH, 8 * chunk + 8)] * 2
 
 
-def test_training_gates_lowers_what_a_cache_loses(tmp_path):
-    _, first, last = losses_around_training(gated(0.0), tmp_path)
-    assert last < 0.95 * first
-
-
 def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
     """The loss of a model whose F is a thousand times as large is the same to the last digits."""
     losses = []
@@ -222,7 +219,7 @@ def test_each_step_draws_a_cache_the_same_for_the_same_seed(tmp_path, monkeypatc
 def test_models_that_cannot_learn_it_are_refused(tmp_path):
     model = tiny("llama")
     heedful.convert(model, "mta")
-    with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM masks or has"):
+    with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM learns any"):
         trainer_of(model, tmp_path, soft_budgets=(2, 9))
     with pytest.raises(ValueError, match="selectors of their own"):
         trainer_of(hiding(selector="head"), tmp_path, soft_budgets=(2, 9))
@@ -268,7 +265,7 @@ def options(tmp_path, monkeypatch) -> Training:
 
 def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(options):
     options = replace(options, data=("absent.txt",), mechanism=("mta",), soft_budgets=None)
-    with pytest.raises(ValueError, match=r"no layer of this .* masks or has a gate; take --mech"):
+    with pytest.raises(ValueError, match=r"no layer of this .* learns any; take --mech"):
         train_text(options, show=False)
     assert not Path("run").exists()
 
@@ -306,13 +303,13 @@ def test_the_command_trains_gates_and_nothing_else_does(options):
     """The adapter evicts by them, as `auto` has it; text alone would not train them."""
     options = replace(options, mechanism=("retention-gate",))
     train_text(options, show=False)
-    model = heedful.load("base", adapter="run")
+    model = load("base", adapter="run")
     assert all(bool(x.retention.weight.any()) for x in layers_of(model))
     assert isinstance(policy_named("auto", model, 20), LowestGate)
     ids = torch.tensor([list(b"the quick brown fox" * 3)])
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
-        base = heedful.load("base", adapter="run")
+        base = load("base", adapter="run")
         heedful.revert(base)
         torch.testing.assert_close(logits, base(ids, use_cache=False).logits)
     for changed in ({"recipe": "adapt"}, {"recipe": "adapt", "train": "lora"}):
@@ -320,16 +317,3 @@ def test_the_command_trains_gates_and_nothing_else_does(options):
         with pytest.raises(ValueError, match="gates without a window change no pr"):
             train_text(text, show=False)
         assert not Path("other").exists()
-
-
-def test_gates_with_a_window_learn_from_text_and_not_from_maps(options):
-    options = replace(options, mechanism=("retention-gate:window=8",))
-    with pytest.raises(ValueError, match="gates that change no output, and these have a window"):
-        train_text(options, show=False)
-    assert not Path("run").exists()
-    text = {"recipe": "adapt", "train": "lora", "soft_budgets": None, "memory_loss": 0.1}
-    train_text(replace(options, **text), show=False)
-    model = heedful.load("base", adapter="run")
-    gates = torch.cat([x.retention.weight for x in layers_of(model)])
-    assert gates.any() and {x.config.window for x in layers_of(model)} == {8}
-    assert isinstance(policy_named("auto", model, 20), LowestGate)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 import heedful
-from heedful.eviction import LowestGate, MostHidden, StreamingLLM
+from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.intercept import run_layer
-from heedful.nn import RetentionGate, Selective
+from heedful.nn import Selective
 from heedful.training.run import RunTrainer, Stopped
 from heedful.training.trainer import LayerTrainer
 from heedful.training.under_eviction import EvictionInTraining
@@ -55,25 +55,6 @@ def test_in_training_a_model_reads_what_its_caches_have(short_chunks, selector, 
     if family == "llama":  # the others' windows leave little to evict
         whole = logits(model.eval(), ids)
         assert (expected - whole).abs()[:, 30:].max() > 1e-3
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_in_training_a_model_with_gates_reads_what_its_caches_have(short_chunks, window):
-    torch.manual_seed(0)
-    model, ids = varied(tiny("llama"), RetentionGate(window), 0.5), tokens(2, 51)
-    policy = LowestGate(POLICY.tokens, sinks=2, recent=3)
-    with evicting(model.eval(), policy, CHUNK, CHUNK):
-        expected = logits(model, ids)
-    torch.testing.assert_close(in_training(model, policy, ids), expected, rtol=0, atol=1e-9)
-    assert (expected - logits(model.eval(), ids)).abs()[:, 30:].max() > 1e-3
-    in_training(model, policy, ids).square().sum().backward()
-    for name, p in model.named_parameters():
-        acts = window is not None and "layers.2." in name  # without a budget it goes on learning
-        assert (p.grad is None) == (".heedful." in name and not acts), name
-    with pytest.raises(ValueError, match=r"gives \w+ 15 tokens, and it masks"):
-        EvictionInTraining(model, POLICY)
-    with pytest.raises(ValueError, match="gives SelectiveAttention 15 tokens"):
-        EvictionInTraining(hiding(), policy)
 
 
 def test_factors_are_those_of_the_step_and_scale_the_budgets(short_chunks):

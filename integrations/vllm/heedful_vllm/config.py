@@ -5,7 +5,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from heedful.hf.load import conversion_in
-from heedful.nn import Grouped, MultiToken, Parallax, from_json
+from heedful.nn import Grouped, MultiToken, from_json
 from heedful_vllm.families import FAMILIES, MODEL_TYPE
 from heedful_vllm.version import check_version
 
@@ -67,8 +67,6 @@ def _check_served(mechanism: object) -> None:
             f"heedful-vllm serves every mechanism but grouped attention, got {mechanism}: its "
             f"summaries of groups are not keys and values of tokens, as pages have them; {way}"
         )
-    if isinstance(mechanism, Parallax):
-        raise ValueError(f"heedful-vllm does not rotate second queries, got {mechanism}; {way}")
     if isinstance(mechanism, MultiToken) and mechanism.input_scaling != "none":
         raise ValueError(
             f"heedful-vllm does not scale the inputs of layers, got {mechanism}; {way}"

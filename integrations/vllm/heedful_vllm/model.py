@@ -1,6 +1,6 @@
 """vLLM's own models with heedful's layers where a converted model has them."""
 
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -13,7 +13,7 @@ from heedful.nn import HeadShape, Layer, Standard, from_json
 from heedful_vllm.attention import LayerBackend
 from heedful_vllm.checks import check_served_with
 from heedful_vllm.config import ABOUT
-from heedful_vllm.projections import Projections
+from heedful_vllm.inputs import hand_over_input
 
 
 class Converted(nn.Module):
@@ -48,28 +48,16 @@ class Converted(nn.Module):
             layer = mechanism.build(shape)
             module.heedful = layer
             module.attn = _with_layer(stock, layer, vllm_config)
-            Projections(module, layer)
+            if "input" in layer.needs:
+                hand_over_input(module)
 
 
-class LayerAttention(Attention):
-    """vLLM's attention with as many heads as the layer gets queries; it returns those of a model.
-
-    channels: of all heads that are returned.
-    """
-
-    channels: int
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Heads side by side, `[tokens, H * D]`."""
-        return super().forward(query, key, value)[:, : self.channels]
-
-
-def _with_layer(stock: Attention, layer: Layer, vllm_config: VllmConfig) -> LayerAttention:
+def _with_layer(stock: Attention, layer: Layer, vllm_config: VllmConfig) -> Attention:
     """vLLM's attention of the same keys and pages, whose arithmetic is this layer's."""
     # vLLM knows attention by its name, under which there is one only.
     del vllm_config.compilation_config.static_forward_context[stock.layer_name]
-    attention = LayerAttention(
-        stock.num_heads * layer.queries_per_head,
+    return Attention(
+        stock.num_heads,
         stock.head_size,
         stock.impl.scale,
         num_kv_heads=stock.num_kv_heads,
@@ -80,8 +68,6 @@ def _with_layer(stock: Attention, layer: Layer, vllm_config: VllmConfig) -> Laye
         attn_backend=LayerBackend,
         layer=layer,
     )
-    attention.channels = stock.num_heads * stock.head_size
-    return attention
 
 
 class HeedfulLlamaForCausalLM(Converted, LlamaForCausalLM):

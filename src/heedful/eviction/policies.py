@@ -3,7 +3,6 @@
 | method | evicts first | reads |
 |---|---|---|
 | `MostHidden` | what selective attention has masked most | F |
-| `LowestGate` | what retention gates predict to be of least use | gates |
 | `StreamingLLM` | the oldest, but for the first tokens | positions |
 | `H2O` | what all queries together attend to least | attention of every query |
 | `TOVA` | what the newest query attends to least | attention of the newest query |
@@ -45,23 +44,6 @@ class MostHidden(Eviction):
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """`-F`, and so little of the position that it decides between equals."""
         return AGE * cached.positions - cached.hidden
-
-
-@dataclass(frozen=True)
-class LowestGate(Eviction):
-    """Evicts the token with the lowest retention gate; of equal ones the oldest.
-
-    It needs `heedful.RetentionGate`. A gate is set when its token comes and never changes, so a
-    token that is evicted under one budget would be under every smaller one.
-
-    Source: see `heedful.RetentionGate`.
-    """
-
-    needs = ("gate",)
-
-    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
-        """The gate."""
-        return cached.gate
 
 
 @dataclass(frozen=True)
@@ -205,6 +187,6 @@ class KeyDiff(Eviction):
 
 
 POLICIES = (
-    MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random, LowestGate, Knorm, KeyDiff,
+    MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random, Knorm, KeyDiff,
 )  # fmt: skip
 """Those that need a budget of tokens and nothing else."""

@@ -1,7 +1,7 @@
 """Definition of an eviction policy: a budget, the tokens that are never evicted, and one score."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -9,11 +9,11 @@ from torch import Tensor
 from heedful.checks import UserError, is_whole
 from heedful.nn import Layer
 
-_Part = Literal["F", "gate", "keys", "values", "positions"]
-Need = _Part | tuple[Literal["attention"], int | None]
+Need = str | tuple[Literal["attention"], int | None]
 """One thing that a policy reads of the cached tokens, beside their positions."""
 
-_NEEDS = get_args(_Part)
+OF_EVERY_LAYER = ("keys", "values", "positions")
+"""Needs that a cache serves for every layer; another word names what the layer itself keeps."""
 
 
 def _is_attention(need: object) -> bool:
@@ -30,7 +30,8 @@ class CachedTokens(NamedTuple):
     total: how many tokens of each sequence have been read, padding and evicted ones included.
     hidden: F of the next query, how strongly each token is masked (the least of several selectors),
         `[B, n]`; `None` where the mechanism masks nothing.
-    gate: the retention gate of each token, `[B, n]`; `None` where the mechanism has none.
+    kept: the layer's own number of each token (the least of several selectors), `[B, n]`, of a
+        policy that needs it by its name in `Layer.keeps`; `None` otherwise. F is in `hidden`.
     attention: the weights of the newest queries on each token, summed over these queries, mean of
         the heads' absolute values, `[B, n]`; `None` unless the policy needs attention.
     queries: how many queries `attention` sums over.
@@ -49,7 +50,7 @@ class CachedTokens(NamedTuple):
     positions: Int[Tensor, "B n"]
     total: int
     hidden: Float[Tensor, "B n"] | None = None
-    gate: Float[Tensor, "B n"] | None = None
+    kept: Float[Tensor, "B n"] | None = None
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
@@ -77,9 +78,10 @@ class Eviction:
             `generate` knows the prompt's length, also where its last chunk has one token.
 
     Attributes:
-        needs: what `score` reads of the cached tokens beside their positions: `"F"`, `"gate"`,
-            `"keys"`, `"values"`, `"positions"` (as the rotary embedding counts), or
-            `("attention", n)`, the weights of the newest n queries, of all with `None`.
+        needs: what `score` reads of the cached tokens beside their positions: `"keys"`, `"values"`,
+            `"positions"` (as the rotary embedding counts), `("attention", n)`, the weights of the
+            newest n queries, of all with `None`; `"F"`, or another number that layers keep per
+            token, by its name in `Layer.keeps`.
     """
 
     tokens: int | tuple[int | None, ...]
@@ -93,12 +95,13 @@ class Eviction:
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        for need in cls.needs:
-            if need not in _NEEDS and not _is_attention(need):
-                names = ", ".join(map(repr, _NEEDS))
+        for need in (None,) if isinstance(cls.needs, str) else cls.needs:
+            if not isinstance(need, str) and not _is_attention(need):
+                names = ", ".join(map(repr, OF_EVERY_LAYER))
                 raise UserError(
-                    f"needs of {cls.__name__} must be of {names} and ('attention', n), with n of "
-                    f"the newest queries or None for all, got {need!r}"
+                    f"needs of {cls.__name__} must be a tuple of {names}, ('attention', n), with n "
+                    "of the newest queries or None for all, and names in Layer.keeps, got "
+                    f"{cls.needs!r}"
                 )
         cls.observes = next((need[1] for need in cls.needs if _is_attention(need)), 0)
 
@@ -136,10 +139,12 @@ class Eviction:
                 f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
                 f"attention), and this layer is {kind}; take another policy"
             )
-        if "gate" in self.needs and "gate" not in layer.keeps:
+        kept = [x for x in self.needs if isinstance(x, str) and x not in OF_EVERY_LAYER]
+        if missing := [x for x in kept if x not in layer.keeps[:1]]:
             raise UserError(
-                f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer "
-                f"is {kind}; take another policy"
+                f"eviction: {name} needs {missing[0]!r}, which {kind} does not keep per token; "
+                f"needs that every layer serves are {', '.join(OF_EVERY_LAYER)}, so take another "
+                "policy or mechanism"
             )
 
     def budgets(self, layers: int) -> tuple[int | None, ...]:

@@ -31,12 +31,6 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
             "take a mechanism without convolutions"
         )
-    if layer.keeps_order:
-        raise UserError(
-            f"eviction: {name} cannot serve {type(layer).__name__}, which counts windows along the "
-            f"cached tokens; give this layer None tokens (it caches its {layer.window} newest), or "
-            "as many"
-        )
     policy.check(layer)
     least = layer.newest_keys + 2
     if tokens is not None and layer.newest_keys and tokens < policy.sinks + least:
@@ -272,14 +266,11 @@ def attention_received(
     """
     new, state = q.shape[2], inputs.state
     received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
-    gates = layer.gates(k.shape[2], inputs) if "gate" in layer.keeps else None
     # F runs through all rows: the newest need what those before them have masked.
     for start, stop in _blocks(0 if layer.hides else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
         block = inputs.before(later, stop - start)._replace(state=state)
-        if gates is not None:
-            block = block._replace(state=gates[:, :, : cut - (stop - start)])
         if block.beside is not None:
             block = block._replace(beside=block.beside[:, :, :cut])
         maps = layer.maps(

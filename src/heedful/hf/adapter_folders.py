@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from heedful.hf.identity import matrices_digest
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
+from heedful.nn import MechanismConfig
 from heedful.ops.impl import Impl
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ def load_adapter(
     budgets: bool = True,
     convert: bool = False,
     verify: bool | None = None,
+    mechanisms: Iterable[type[MechanismConfig]] = (),
     **options,
 ) -> PreTrainedModel:
     """Open a base with an adapter.
@@ -141,7 +144,7 @@ def load_adapter(
     Arguments:
         base: its name, or the model itself, which is converted in place.
         folder: of `save_adapter`.
-        impl, budgets, convert, verify: as for `heedful.load`.
+        impl, budgets, convert, verify, mechanisms: as for `heedful.load`.
         options: for transformers' `from_pretrained`.
 
     Raises:
@@ -181,7 +184,7 @@ def load_adapter(
     try:
         bare = not tensors and not has_low_rank(folder)  # budgets alone
         attends = True if convert else False if bare else None
-        restore(model, about["mechanisms"], tensors, impl, verify, attends)
+        restore(model, about["mechanisms"], tensors, impl, verify, attends, mechanisms)
         if has_low_rank(folder):
             conversion_of(model).matrices = _matrices_in(folder)
         if about["format"] == 2:

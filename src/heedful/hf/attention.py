@@ -6,10 +6,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.crossing import of_source
-from heedful.hf.cache.places import layer_cache
+from heedful.hf.cache.places import check_caches, layer_cache
 from heedful.hf.family.mask import AttentionContext, attention_context
-from heedful.hf.family.modules import SOURCES
-from heedful.hf.family.projections import NAME, PROJECTION_HOOKS, begin_call, end_call
+from heedful.hf.family.modules import NAME, SOURCES
 from heedful.hf.intercept import interceptors, needs_of, run_layer, using
 from heedful.hf.versions import HARMLESS, cache_among, implementation_of
 from heedful.nn import Layer, LayerInputs
@@ -31,8 +30,7 @@ _NAMES = {"bias": "position_bias", "sinks": "s_aux"}
 _MAPS = "output_attentions"
 _UNREAD = HARMLESS - {_MAPS}
 
-# Of what a layer can need: what changes its module's projections, and what is the forward pass's.
-_EDITS = frozenset({"unprojected", "unrotated"})
+# Of what a layer can need: what is the forward pass's.
 _OF_PASS = frozenset({"token_ids", "positions", "rotation"})
 
 
@@ -214,8 +212,7 @@ def _with_terms(
 
 def _check_shape(module: nn.Module, layer: _Layer, query: Tensor, key: Tensor) -> None:
     shape = layer.shape
-    heads = query.shape[1] // layer.queries_per_head
-    actual = (heads, key.shape[1], query.shape[3])
+    actual = (query.shape[1], key.shape[1], query.shape[3])
     if actual != (shape.heads, shape.key_heads, shape.dim) and not layer.any_heads:
         raise UserError(
             f"{type(module).__name__} attends with {actual[0]} heads, {actual[1]} key heads and "
@@ -268,11 +265,6 @@ def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Te
     return x
 
 
-def edits_projections(layer: Layer) -> bool:
-    """Test whether a layer changes the inputs or outputs of its module's projections."""
-    return bool(layer.needs & _EDITS)
-
-
 def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The forward pre-hook of attention modules: passes what the layer needs beside q, k, v.
 
@@ -282,26 +274,19 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
         _check_implementation(module)
     layer, own = module._modules[NAME], {}
     if (cache := cache_among(kwargs)) is not None:
+        check_caches(layer)
         own["heedful_cache"] = part = _cache_of(layer, module, cache)
         if layer.past_keys and part is not None:
-            part.expect(_visibility_among(args, kwargs))
+            part.expect(visibility_among(args, kwargs))
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if "source" in layer.needs:
         sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
         own["heedful_source"] = next(sources, None)
     if "input" in layer.needs:
         own["heedful_input"] = hidden_states
-    if layer.input_factor == 1.0 and not layer.needs & _EDITS:
+    if layer.input_factor == 1.0:
         return args, kwargs | own
-    if layer.input_factor != 1.0:
-        hidden_states = hidden_states * layer.input_factor
-    if layer.needs & _EDITS:
-        for hook in getattr(module, PROJECTION_HOOKS):
-            hook.follow()
-        call = begin_call(layer, _visibility_among(args, kwargs), own.get("heedful_cache"))
-        if "unprojected" in layer.needs:
-            tokens = call.tokens(layer, "input", hidden_states)
-            hidden_states = layer.before_projection(hidden_states, tokens)
+    hidden_states = hidden_states * layer.input_factor
     if "input" in layer.needs:
         own["heedful_input"] = hidden_states
     others = {name: x for name, x in kwargs.items() if name != "hidden_states"}
@@ -325,12 +310,7 @@ def _check_implementation(module: nn.Module) -> None:
         )
 
 
-def _visibility_among(args: tuple, kwargs: dict) -> Visibility | None:
+def visibility_among(args: tuple, kwargs: dict) -> Visibility | None:
     """Visibility of the call with these arguments."""
     contexts = (x for x in (*args, *kwargs.values()) if isinstance(x, AttentionContext))
     return next(contexts, AttentionContext()).visibility
-
-
-def after_attention(module: nn.Module, args: tuple, output: object) -> None:
-    """The forward hook of attention modules: ends what `before_attention` began."""
-    end_call()

@@ -18,9 +18,7 @@ from heedful.hf.attention import (
     IMPLEMENTATION,
     NAME,
     ROTATION,
-    after_attention,
     before_attention,
-    edits_projections,
     register_attention,
 )
 from heedful.hf.converted_model import ConvertedModel, caches, converted_class, family_of
@@ -35,7 +33,6 @@ from heedful.hf.family.modules import (
     parameter_device,
     terms_of,
 )
-from heedful.hf.family.projections import PROJECTION_HOOKS, ProjectionHook, projection_hooks
 from heedful.hf.family.rotation import rotation_of
 from heedful.hf.plan import Assignment, make_plan, mechanism_at, settled_roles
 from heedful.hf.proof import prove
@@ -43,7 +40,7 @@ from heedful.hf.save import set_use_cache, use_cache_settings
 from heedful.hf.versions import CacheName, implementation_of, newer_than_tested, set_implementation
 from heedful.nn import (
     Layer,
-    Mechanism,
+    MechanismConfig,
     MultiTokenAttention,
     Role,
     Selective,
@@ -55,14 +52,12 @@ from heedful.ops.impl import Impl, check_impl
 
 
 class UndoInfo(NamedTuple):
-    """Data needed to undo a conversion.
+    """Data needed to undo a conversion, beside its hooks.
 
-    hooks: handles of all hooks that were registered.
     implementations: attention implementations by configuration.
     use_cache: settings of `use_cache` by configuration.
     """
 
-    hooks: list
     implementations: list[tuple[PreTrainedConfig, str | None]]
     use_cache: dict
 
@@ -75,22 +70,24 @@ class Conversion:
     mechanisms: the layers' indices by mechanism; all others have standard attention.
     where: by mechanism, in which attention these layers have it: `"decoder"`, `"encoder"`,
         `"cross"`.
+    hooks: what `revert` removes, by `remove()`: the handles of hooks. More may be added.
     eviction: the policy of caches that `new_cache` and `generate` make, as `budgets.json` says.
     after_eviction: lets LoRA act once a cache has evicted; `None` without such LoRA.
     matrices: a digest of the LoRA weights that the model was opened with.
     """
 
     model: PreTrainedModel = field(repr=False)
-    mechanisms: dict[Mechanism, tuple[int, ...]]
-    where: dict[Mechanism, tuple[Role, ...]]
+    mechanisms: dict[MechanismConfig, tuple[int, ...]]
+    where: dict[MechanismConfig, tuple[Role, ...]]
     _undo: UndoInfo = field(repr=False)
+    hooks: list = field(repr=False)
     eviction: Eviction | None = None
     after_eviction: AfterEviction | None = field(default=None, repr=False)
     matrices: str | None = field(default=None, repr=False)
     _budgets: str | None = field(default=None, repr=False)  # the text of that file
 
     @property
-    def mechanism(self) -> Mechanism:
+    def mechanism(self) -> MechanismConfig:
         """The one mechanism; raises where there are several."""
         if len(self.mechanisms) > 1:
             raise UserError(
@@ -117,15 +114,13 @@ class Placement(NamedTuple):
     """An attention module and what the conversion puts into it.
 
     config: the mechanism of its layer; `None` where the plan leaves standard attention.
-    hooks: on the projections that the layer edits.
     rotation: the rotary embedding, for layers that rotate by themselves.
     mlp: the MLP beside it, where the layer scales its input too.
     """
 
     attention: Attention
     layer: Layer
-    config: Mechanism | None
-    hooks: list[ProjectionHook]
+    config: MechanismConfig | None
     rotation: Rotation | None
     mlp: nn.Module | None
 
@@ -141,7 +136,7 @@ class _ScaledInput(NamedTuple):
 
 def convert(
     model: PreTrainedModel,
-    mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
+    mechanism: MechanismConfig | str | Mapping[MechanismConfig | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
     where: Role | Iterable[Role] | Mapping | None = None,
@@ -207,13 +202,13 @@ def _is_trained(model: nn.Module) -> bool:
     return not vectors or any(bool((p != p[0]).any()) for p in vectors)
 
 
-def _masks_at_once(mechanism: Mechanism) -> bool:
+def _masks_at_once(mechanism: MechanismConfig) -> bool:
     return isinstance(mechanism, Selective) and mechanism.selector != "extra"
 
 
 def replace_attention(
     model: PreTrainedModel,
-    mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
+    mechanism: MechanismConfig | str | Mapping[MechanismConfig | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
     where: Role | Iterable[Role] | Mapping | None = None,
@@ -237,10 +232,10 @@ def replace_attention(
     roles = settled_roles(plan, defined, type(model).__name__)
     _check_changes(placements, type(model).__name__)
     # All checks have passed: the model changes from here on.
-    undo = _install(model, placements) if attends else _install_beside(model, placements)
+    undo, hooks = (_install if attends else _install_beside)(model, placements)
     model.__class__ = converted_class(type(model))
     mechanisms = {config: assignment.layers for config, assignment in plan.items()}
-    model._heedful = Conversion(model, mechanisms, roles, undo)
+    model._heedful = Conversion(model, mechanisms, roles, undo, hooks)
     own_cache = caches(model, exactly=True)
     for placement in placements:
         placement.layer.host = placement.layer.host._replace(own_cache=own_cache, attends=attends)
@@ -270,7 +265,10 @@ def _check_convertible(model: object) -> None:
 
 
 def _placement(
-    model: PreTrainedModel, attention: Attention, plan: dict[Mechanism, Assignment], impl: Impl
+    model: PreTrainedModel,
+    attention: Attention,
+    plan: dict[MechanismConfig, Assignment],
+    impl: Impl,
 ) -> Placement:
     """Build the plan's layer for an attention module; nothing of the model changes."""
     module, terms, shape = attention.module, terms_of(attention.module), head_shape(attention)
@@ -284,7 +282,6 @@ def _placement(
         attention,
         layer,
         config,
-        projection_hooks(module, layer) if "unrotated" in layer.needs else [],
         rotation_of(model, module) if "rotation" in layer.needs else None,
         find_mlp(model, module) if layer.input_factor != 1.0 else None,
     )
@@ -310,7 +307,11 @@ def _is_standard(layer: Layer) -> bool:
 
 
 def _is_defined(
-    config: Mechanism, layer: Layer, attention: Attention, terms: frozenset[Term], explicit: bool
+    config: MechanismConfig,
+    layer: Layer,
+    attention: Attention,
+    terms: frozenset[Term],
+    explicit: bool,
 ) -> bool:
     """Test whether a mechanism is defined in a module; raises where it was named for it."""
     family = type(attention.module).__name__
@@ -335,8 +336,8 @@ def _is_defined(
     return False
 
 
-def _install(model: PreTrainedModel, placements: list[Placement]) -> UndoInfo:
-    """Put layers and hooks into the model; returns what takes them out again."""
+def _install(model: PreTrainedModel, placements: list[Placement]) -> tuple[UndoInfo, list]:
+    """Put layers and hooks into the model; returns what takes them out again, and the hooks."""
     remove(model)  # of caches for models as they are
     _own_config(model)
     attention = [placement.attention for placement in placements]
@@ -351,26 +352,20 @@ def _install(model: PreTrainedModel, placements: list[Placement]) -> UndoInfo:
         module = placement.attention.module
         setattr(module, NAME, placement.layer.train(model.training))
         hooks.append(module.register_forward_pre_hook(before_attention, with_kwargs=True))
-        if edits_projections(placement.layer):
-            hooks.append(module.register_forward_hook(after_attention, always_call=True))
         if placement.mlp is not None:
             scale = _ScaledInput(placement.layer.input_factor)
             hooks.append(placement.mlp.register_forward_pre_hook(scale))
         if "rotation" in placement.layer.needs:
             setattr(module, ROTATION, placement.rotation)
-        setattr(module, PROJECTION_HOOKS, placement.hooks)
-        for hook in placement.hooks:
-            hook.follow()
-    return UndoInfo(hooks, implementations, use_cache)
+    return UndoInfo(implementations, use_cache), hooks
 
 
-def _install_beside(model: PreTrainedModel, placements: list[Placement]) -> UndoInfo:
+def _install_beside(model: PreTrainedModel, placements: list[Placement]) -> tuple[UndoInfo, list]:
     """Put layers into the model that leave its attention alone."""
     for placement in placements:
         setattr(placement.attention.module, NAME, placement.layer.train(model.training))
-        setattr(placement.attention.module, PROJECTION_HOOKS, [])
     hooks = _call_hooks(model, [placement.attention for placement in placements])
-    return UndoInfo(hooks, [], use_cache_settings(model))
+    return UndoInfo([], use_cache_settings(model)), hooks
 
 
 def _call_hooks(model: PreTrainedModel, modules: list[Attention]) -> list:
@@ -425,17 +420,14 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     conversion = model._heedful
     del model._heedful
     model.__class__ = base
-    for module in [x for x in model.modules() if PROJECTION_HOOKS in x.__dict__]:
+    for handle in conversion.hooks:
+        handle.remove()
+    for module in [x for x in model.modules() if NAME in x._modules]:
         del module.heedful
         module.__dict__.pop(ROTATION, None)
-        for hook in module.__dict__.pop(PROJECTION_HOOKS):
-            hook.follow()
-            hook.close()
     if conversion.after_eviction is not None:
         conversion.after_eviction.remove(model)
     undo = conversion._undo
-    for handle in undo.hooks:
-        handle.remove()
     remove(model)
     for config, implementation in undo.implementations:
         set_implementation(config, implementation)

@@ -157,6 +157,8 @@ def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
     both = (*modules, *attention_modules(model, "cross"))
     if not exactly and not attends(model):
         return True
+    if not all(module.heedful.caches for module in both):
+        return False
     if not modules or (not exactly and all(module.heedful.plain_cache for module in both)):
         return True
     if not makes_dynamic_cache(model):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import transformers
@@ -13,6 +14,7 @@ from heedful.hf.adapter_folders import base_of, is_adapter, load_adapter
 from heedful.hf.format import FORMAT, MODEL_TYPE
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.versions import ignoring
+from heedful.nn import MechanismConfig
 from heedful.ops.impl import Impl
 
 
@@ -24,6 +26,7 @@ def load(
     budgets: bool = True,
     convert: bool = False,
     verify: bool | None = None,
+    mechanisms: Iterable[type[MechanismConfig]] = (),
     **options,
 ) -> PreTrainedModel:
     """Load a converted model that `save_pretrained` wrote, or a base with an adapter.
@@ -43,6 +46,8 @@ def load(
             train it, or to see its maps. By default such a model keeps its own attention, and its
             logits are the base's, to the last bit, until its cache evicts.
         verify: prove that the conversion changes nothing but the attention, as for `convert`.
+        mechanisms: classes of configurations that the folder names and heedful does not have: of
+            mechanisms of your own. Nothing that a folder names is imported.
         options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
 
     Returns:
@@ -50,8 +55,8 @@ def load(
         takes the mechanism out.
 
     Raises:
-        ValueError: no such checkpoint, an incompatible version, damaged parameters, budgets of
-            another model, or an adapter of another base.
+        ValueError: no such checkpoint, a mechanism that is not known, an incompatible version,
+            damaged parameters, budgets of another model, or an adapter of another base.
     """
     for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
         if options.get(name):
@@ -60,7 +65,7 @@ def load(
         folder, adapter = base_of(folder), folder
     if adapter is not None:
         own = {"impl": impl, "budgets": budgets, "verify": verify, "convert": convert}
-        return load_adapter(folder, adapter, **own, **options)
+        return load_adapter(folder, adapter, mechanisms=mechanisms, **own, **options)
     folder = Path(folder)
     about = saved_conversion(folder)
     inner = about["base"]
@@ -76,7 +81,7 @@ def load(
         raise UserError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
-    restore(model, about["mechanisms"], tensors, impl, verify, convert or None)
+    restore(model, about["mechanisms"], tensors, impl, verify, convert or None, mechanisms)
     if budgets:
         beside.take_budgets(folder, model)
     return model

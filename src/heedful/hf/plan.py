@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from heedful.checks import UserError
 from heedful.hf.family.modules import Attention
-from heedful.nn import Mechanism, Role, mechanism
+from heedful.nn import MechanismConfig, Role, mechanism
+from heedful.nn.mechanisms import check_config
 from heedful.nn.shape import ROLES
 
 
@@ -23,12 +24,12 @@ class Assignment(NamedTuple):
 
 
 def make_plan(
-    mechanisms: Mechanism | str | Mapping,
+    mechanisms: MechanismConfig | str | Mapping,
     layers: Iterable[int] | None,
     where: Role | Iterable[Role] | Mapping | None,
     attention: Iterable[Attention],
     model: str,
-) -> dict[Mechanism, Assignment]:
+) -> dict[MechanismConfig, Assignment]:
     """Assign mechanisms to layers and roles, checked; arguments as of `convert`.
 
     `attention` is that of the model, whose class is called `model`.
@@ -46,7 +47,7 @@ def make_plan(
     if not mechanisms:
         raise UserError("mechanism must name at least one mechanism with its layers, got {}")
     roles_of = _where_each(where, mechanisms)
-    plan: dict[Mechanism, Assignment] = {}
+    plan: dict[MechanismConfig, Assignment] = {}
     for name, layers_of_it in mechanisms.items():
         config, (roles, explicit) = _mechanism(name), _roles(roles_of[name], indices, model)
         assigned = _layers(layers_of_it, _union(indices, roles))
@@ -59,7 +60,9 @@ def make_plan(
     return plan
 
 
-def mechanism_at(plan: dict[Mechanism, Assignment], attention: Attention) -> Mechanism | None:
+def mechanism_at(
+    plan: dict[MechanismConfig, Assignment], attention: Attention
+) -> MechanismConfig | None:
     """The mechanism that the plan has for an attention module: at most one."""
     for config, assignment in plan.items():
         if attention.role in assignment.roles and attention.index in assignment.layers:
@@ -68,8 +71,10 @@ def mechanism_at(plan: dict[Mechanism, Assignment], attention: Attention) -> Mec
 
 
 def settled_roles(
-    plan: dict[Mechanism, Assignment], defined: set[tuple[Mechanism | None, Role]], model: str
-) -> dict[Mechanism, tuple[Role, ...]]:
+    plan: dict[MechanismConfig, Assignment],
+    defined: set[tuple[MechanismConfig | None, Role]],
+    model: str,
+) -> dict[MechanismConfig, tuple[Role, ...]]:
     """The roles in which mechanisms are now, in order; raises where one is nowhere.
 
     `defined` has the mechanism and the role of every attention module.
@@ -118,15 +123,10 @@ def _union(indices: dict[Role, set[int]], roles: Iterable[Role]) -> set[int]:
     return set().union(*(indices[role] for role in roles))
 
 
-def _mechanism(config: Mechanism | str) -> Mechanism:
+def _mechanism(config: MechanismConfig | str) -> MechanismConfig:
     if isinstance(config, str):
         return mechanism(config)
-    if not isinstance(config, Mechanism):
-        raise UserError(
-            f"mechanism must be a name or a configuration such as heedful.MultiToken(), got "
-            f"{config!r}"
-        )
-    return config
+    return check_config(config)
 
 
 def _layers(layers: Iterable[int] | None, indices: set[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.hf.convert import Conversion, replace_attention
-from heedful.nn import Mechanism, Selective, Standard, from_json
+from heedful.nn import MechanismConfig, Selective, Standard, from_json
 from heedful.ops.impl import Impl
 
 
@@ -20,6 +20,7 @@ def restore(
     impl: Impl,
     verify: bool | None = None,
     attends: bool | None = None,
+    kinds: Iterable[type[MechanismConfig]] = (),
 ) -> Conversion:
     """Convert a model of transformers to saved mechanisms and give it the saved parameters.
 
@@ -29,10 +30,11 @@ def restore(
         tensors: the parameters by name.
         impl, verify: as for `heedful.convert`.
         attends: whether the mechanisms compute attention; by default unless they only rank tokens.
+        kinds: classes of mechanisms beside those of the table.
     """
     plan, where = {}, {}
     for part in mechanisms:
-        config = from_json(part["mechanism"])
+        config = from_json(part["mechanism"], kinds)
         plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
     attends = not rank_only(plan) if attends is None else attends
     options = {"where": where, "impl": impl, "verify": verify, "attends": attends}
@@ -53,7 +55,7 @@ def restore(
     return conversion
 
 
-def rank_only(mechanisms: Iterable[Mechanism]) -> bool:
+def rank_only(mechanisms: Iterable[MechanismConfig]) -> bool:
     """Test whether mechanisms leave attention alone, and only rank cached tokens for eviction."""
     others = [x for x in mechanisms if x != Standard()]
     return bool(others) and all(isinstance(x, Selective) and not x.masks for x in others)

@@ -23,7 +23,7 @@ from heedful.files import writing_to
 from heedful.hf import budgets as beside
 from heedful.hf.fingerprints import is_of
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
-from heedful.nn import Mechanism, Role, to_json
+from heedful.nn import MechanismConfig, Role, to_json
 
 _MODELS = dict(
     zip(
@@ -100,7 +100,8 @@ def save_converted(
 
 
 def mechanisms_to_json(
-    mechanisms: dict[Mechanism, tuple[int, ...]], where: dict[Mechanism, tuple[Role, ...]]
+    mechanisms: dict[MechanismConfig, tuple[int, ...]],
+    where: dict[MechanismConfig, tuple[Role, ...]],
 ) -> list[dict]:
     """Mechanisms with the layers of each and in which attention they stand.
 

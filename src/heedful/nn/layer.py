@@ -13,10 +13,7 @@ from heedful.ops.grouped.groups import Groups
 from heedful.ops.impl import Impl
 from heedful.ops.mta.filtered import Newest
 
-Need = Literal[
-    "input", "source", "token_ids", "positions", "unprojected", "unrotated", "rotation"
-]  # fmt: skip
-Projection = Literal["q", "k", "v"]
+Need = Literal["input", "source", "token_ids", "positions", "rotation"]
 Term = Literal["bias", "softcap", "sinks", "dropout"]
 """What a model's family may do to logits and weights, beside scale and mask."""
 TERMS: frozenset[Term] = frozenset(get_args(Term))
@@ -137,24 +134,6 @@ class LayerInputs(NamedTuple):
 NO_INPUTS = LayerInputs()
 
 
-class ProjectionContext(NamedTuple):
-    """Context of the tokens whose rows a layer changes before it attends.
-
-    input: what the projection took of them, `[B, T, E]`; `None` before the projections.
-    past: the newest rows of earlier calls, as they came to the same method, `[B, r, ...]`, oldest
-        first; at most `Layer.past_inputs`, and `None` where there are none.
-    segments: the document of each of these and of the new tokens, `[B or 1, r + T]`, negative for
-        padding; `None` where all are of one.
-    """
-
-    input: Float[Tensor, "B T E"] | None = None
-    past: Float[Tensor, "B r ..."] | None = None
-    segments: Int[Tensor, "#B r+T"] | None = None
-
-
-ALONE = ProjectionContext()
-
-
 class GroupingReport(NamedTuple):
     """Statistics of the groups of one forward pass, for training.
 
@@ -234,22 +213,16 @@ class Layer(nn.Module):
 
     roles: where the mechanism is defined; in others it raises.
     takes: which of the family's terms `forward` applies, from `inputs`.
-    needs: what `forward` gets in `inputs`; `"unprojected"` asks for calls of `before_projection`,
-        `"unrotated"` for those of `before_rotation`.
-    past_inputs: how many earlier tokens' rows these two read, in causal self-attention.
-    queries_per_head: how many queries per head `before_rotation` makes of one, and `forward` gets.
+    needs: what `forward` gets in `inputs`.
     past_queries: how many earlier query rows the newest output depends on.
     past_keys: how many earlier keys, as they are, the newest output depends on. With any, a cache
         keeps what `cached_keys` makes of keys, and of the newest tokens the keys as well.
     newest_keys: of how many of the newest tokens a cache must have all, in order.
     keys_ahead: how many later tokens' keys change what `cached_keys` makes of one.
-    keeps: what must be kept per token beside K and V, by name, for the next token: the state of
-        `LayerOutput`, and what `beside` gives. Policies read `"F"`, how strongly a token is masked,
-        and `"gate"`, how much it should be kept.
+    keeps: what must be kept per token beside K and V, by name, for the next token: first the number
+        per key in `state` of `LayerOutput`, which policies need by this name (`"F"` is how strongly
+        a token is masked), then what `beside` gives.
     keeps_first: whether the first token of a sequence must never leave a cache.
-    keeps_order: whether it counts back along the keys, so that no policy may evict any of them.
-    counts_positions: whether it counts how far back a key is, so that under eviction `visibility`
-        must say where every key stands.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     any_heads: whether each head is computed from its own queries, keys and values alone, so that
@@ -257,6 +230,7 @@ class Layer(nn.Module):
     reports_memory: whether `forward` returns memory while `tau` is set.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.
+    caches: whether it goes on from a cache at all; else a model with it has none.
     takes_steps: whether `forward` has a shorter way for a cache's steps, see `LayerInputs.new`.
 
     The integration sets once:
@@ -272,22 +246,19 @@ class Layer(nn.Module):
     roles: frozenset[Role] = frozenset({"decoder"})
     takes: frozenset[Term] = frozenset()
     needs: frozenset[Need] = frozenset()
-    past_inputs: int = 0
-    queries_per_head: int = 1
     past_queries: int = 0
     past_keys: int = 0
     newest_keys: int = 0
     keys_ahead: int = 0
     keeps: tuple[str, ...] = ()
     keeps_first: bool = False
-    keeps_order: bool = False
-    counts_positions: bool = False
     window: int | None = None
     input_factor: float = 1.0
     any_heads: bool = False
     reports_memory: bool = False
     summarises: bool = False
     learns_groups: bool = False
+    caches: bool = True
     takes_steps: bool = False
 
     host: ModuleInfo = ModuleInfo()
@@ -301,7 +272,7 @@ class Layer(nn.Module):
     @property
     def plain_cache(self) -> bool:
         """True if keys and values are all that the next token needs."""
-        rows = self.past_queries + self.past_inputs + self.past_keys
+        rows = self.past_queries + self.past_keys
         return rows == 0 and not self.keeps and not self.summarises
 
     def in_step(self, inputs: LayerInputs) -> bool:
@@ -317,7 +288,7 @@ class Layer(nn.Module):
     @property
     def has_state(self) -> bool:
         """True if `state` of `LayerOutput` has a number for every key, which a cache keeps."""
-        return self.hides or "gate" in self.keeps
+        return bool(self.keeps)
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """State of these tokens to keep beside K and V; a cache joins it along the tokens."""
@@ -334,24 +305,9 @@ class Layer(nn.Module):
         """
         return k
 
-    def before_projection(
-        self, x: Float[Tensor, "B T E"], tokens: ProjectionContext = ALONE
-    ) -> Float[Tensor, "B T E"]:
-        """The attention module's input, before queries, keys and values are made of it."""
-        return x
-
-    def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
-    ) -> Float[Tensor, "B T heads D"]:
-        """Queries, keys or values as the projection gave them, before norms and rotation.
-
-        Of queries, `queries_per_head` come back for each, those of one head side by side.
-        """
-        return x
-
     def forward(
         self,
-        q: Float[Tensor, "B heads Tq D"],
+        q: Float[Tensor, "B H Tq D"],
         k: Float[Tensor, "B Hk Tk D"],
         v: Float[Tensor, "B Hk Tk D"],
         *,
@@ -362,8 +318,7 @@ class Layer(nn.Module):
         """Attention of the last `Tq` of the `Tk` tokens, as the operators have it.
 
         Arguments:
-            q, k, v: after the rotary embedding; keys and values may have fewer heads, queries
-                `queries_per_head` times as many.
+            q, k, v: after the rotary embedding; keys and values may have fewer heads.
             visibility: which keys each query sees; `None` is causal.
             scale: factor on the logits; default `D ** -0.5`.
             inputs: what `needs` names, the bias, the soft cap and the sinks.
@@ -393,6 +348,18 @@ class Layer(nn.Module):
     ) -> list[Step]:
         """The maps on the way to `Maps.weights`, in order, where the mechanism changes any."""
         return []
+
+
+@runtime_checkable
+class MechanismConfig(Protocol):
+    """Configuration of a mechanism: a frozen dataclass, whose class name files know it by.
+
+    Fields hold numbers, texts, flags, `None`, and tuples of these. It makes the layer of each
+    attention module that it is given to.
+    """
+
+    def build(self, shape: HeadShape) -> Layer:
+        """The layer for one attention module, with all parameters initialised."""
 
 
 def check_inputs(layer: Layer, inputs: LayerInputs) -> None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,19 +11,13 @@ import torch
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.nn.canon import Canon
-from heedful.nn.dex import Dex
-from heedful.nn.differential import Differential, DifferentialV2
-from heedful.nn.exclusive import Exclusive
+from heedful.nn.differential import Differential
 from heedful.nn.forgetting import Forgetting
 from heedful.nn.gated import Gated
 from heedful.nn.grouped import Grouped
-from heedful.nn.knocking import KnockingHeads
+from heedful.nn.layer import MechanismConfig
 from heedful.nn.multi_token import MultiToken, TalkingHeads
-from heedful.nn.parallax import Parallax
-from heedful.nn.retention import RetentionGate
 from heedful.nn.selective import Selective
-from heedful.nn.simplicial import Simplicial
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
     LowRank,
@@ -30,26 +25,6 @@ from heedful.ops import (
     grouped_attention,
     multi_token_attention,
     selective_attention,
-)
-
-Mechanism = (
-    Standard
-    | LocalGlobal
-    | MultiToken
-    | TalkingHeads
-    | Selective
-    | Differential
-    | DifferentialV2
-    | Grouped
-    | KnockingHeads
-    | Canon
-    | Gated
-    | Exclusive
-    | Forgetting
-    | Parallax
-    | Dex
-    | Simplicial
-    | RetentionGate
 )
 
 Leaves = dict[str, Tensor]
@@ -69,7 +44,7 @@ class MechanismRow(NamedTuple):
     """
 
     name: str
-    config: Mechanism
+    config: MechanismConfig
     identity: bool
     about: str
     operator: Callable | None = None
@@ -183,56 +158,13 @@ TABLE = (
         grouped_attention,
     ),
     MechanismRow(
-        "differential-v2",
-        DifferentialV2(),
-        False,
-        "the difference of two maps over the same keys and values, a lambda per token",
-    ),
-    MechanismRow(
-        "knocking-heads",
-        KnockingHeads(),
-        True,
-        "values of all heads through one matrix that they share",
-    ),
-    MechanismRow(
-        "canon",
-        Canon(),
-        True,
-        "short convolutions over tokens before attention, of its input and of q, k and v",
-    ),
-    MechanismRow(
         "gated", Gated(), False, "each head's output passes a gate that the layer's input opens"
-    ),
-    MechanismRow(
-        "exclusive",
-        Exclusive(),
-        False,
-        "each head's output without its part along the token's own value",
     ),
     MechanismRow(
         "forgetting",
         Forgetting(),
         False,
         "a forget gate per head and token, whose logarithms add up in the logits",
-    ),
-    MechanismRow(
-        "parallax",
-        Parallax(),
-        True,
-        "a first-order correction of each head's output along a second query",
-    ),
-    MechanismRow(
-        "retention-gate",
-        RetentionGate(),
-        True,
-        "standard attention, and a gate per token that says how long a cache keeps it",
-    ),
-    MechanismRow("dex", Dex(), True, "each head's output less a learned linear function of it"),
-    MechanismRow(
-        "simplicial",
-        Simplicial(),
-        False,
-        "in every fourth layer attention to pairs of tokens, one from each of two windows",
     ),
     MechanismRow(
         "local-global",
@@ -246,33 +178,90 @@ NAMES = tuple(row.name for row in TABLE)
 _KINDS = {type(row.config).__name__: type(row.config) for row in TABLE}
 
 
-def mechanism(name: str) -> Mechanism:
-    """The configuration behind a name of the table; an unknown one raises with the nearest."""
-    config = next((row.config for row in TABLE if row.name == name), None)
-    if config is None:
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
+def mechanism(name: str, table: Sequence[MechanismRow] = TABLE) -> MechanismConfig:
+    """The configuration behind a name of a table; an unknown one raises with the nearest."""
+    configs = {row.name: row.config for row in table}
+    if name not in configs:
+        near = difflib.get_close_matches(str(name), configs, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"mechanism must be one of {', '.join(NAMES)}, got {name!r}{hint}")
+        raise UserError(f"mechanism must be one of {', '.join(configs)}, got {name!r}{hint}")
+    return configs[name]
+
+
+def check_config(config: object) -> MechanismConfig:
+    """Check a configuration of any mechanism, heedful's or the caller's own.
+
+    Raises:
+        ValueError: it is no instance of a frozen dataclass with `build(shape)`, no JSON file would
+            hold its fields, or its class has the name of one of heedful's.
+    """
+    kind = type(config)
+    if kind in _KINDS.values():
+        return config
+    params = getattr(kind, "__dataclass_params__", None)
+    if params is None or not params.frozen or not isinstance(config, MechanismConfig):
+        raise UserError(
+            "mechanism must be a name or a configuration such as heedful.MultiToken(), or one of "
+            f"your own (a frozen dataclass with build(shape)), got {config!r}"
+        )
+    _check_own_name(kind)
+    try:
+        same = from_json(json.loads(json.dumps(to_json(config))), (kind,)) == config
+    except TypeError:
+        same = False
+    if not same:
+        raise UserError(
+            f"mechanism {config!r} must have fields that JSON can hold, so that it can be saved: "
+            "numbers, texts, flags, None, and tuples of these"
+        )
     return config
 
 
-def to_json(config: Mechanism) -> dict:
+def _check_own_name(kind: type) -> None:
+    if _KINDS.get(kind.__name__, kind) is not kind:
+        raise UserError(
+            f"mechanism {kind.__module__}.{kind.__name__} has the name of heedful.{kind.__name__}, "
+            "and files know mechanisms by this name alone; call the class otherwise"
+        )
+
+
+def to_json(config: MechanismConfig) -> dict:
     """A mechanism as a JSON object, `{"kind": ..., **fields}`."""
     return {"kind": type(config).__name__, **dataclasses.asdict(config)}
 
 
-def from_json(data: dict) -> Mechanism:
-    """The mechanism that `to_json` wrote; unknown kinds or fields raise."""
+def from_json(data: dict, mechanisms: Iterable[type[MechanismConfig]] = ()) -> MechanismConfig:
+    """The mechanism that `to_json` wrote; unknown kinds or fields raise.
+
+    Arguments:
+        data: the JSON object.
+        mechanisms: classes of configurations beside those of the table.
+    """
+    kinds = dict(_KINDS)
+    for own in mechanisms:
+        if not isinstance(own, type) or not dataclasses.is_dataclass(own):
+            raise UserError(
+                f"mechanisms must be classes of configurations such as (Own,), got {own!r}"
+            )
+        _check_own_name(own)
+        if kinds.setdefault(own.__name__, own) is not own:
+            raise UserError(f"mechanisms has two classes of the name {own.__name__}; pass one")
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if kind not in _KINDS:
+    if kind not in kinds:
         raise UserError(
-            f"mechanism kind must be one of {', '.join(_KINDS)}, got {kind!r}; it was written by "
-            "another version of heedful"
+            f"mechanism kind must be one of {', '.join(kinds)}, got {kind!r}: pass the class of "
+            "its configuration, as in heedful.load(..., mechanisms=(Own,)), or open it with the "
+            "version of heedful that wrote it"
         )
-    names = {field.name for field in dataclasses.fields(_KINDS[kind])}
+    names = {field.name for field in dataclasses.fields(kinds[kind])}
     if unknown := sorted(set(fields) - names):
         raise UserError(
-            f"{kind} has no field {', '.join(unknown)}; it was written by another heedful version"
+            f"{kind} has no field {', '.join(unknown)}; it was written by another version of it"
         )
-    return _KINDS[kind](**fields)
+    return kinds[kind](**{name: _hashable(x) for name, x in fields.items()})
+
+
+def _hashable(x: object) -> object:
+    """A value of JSON, its lists as the tuples that were written."""
+    return tuple(_hashable(y) for y in x) if isinstance(x, list) else x

@@ -41,7 +41,7 @@ class _Report(NamedTuple):
 
 
 class EvictionOrderLoss:
-    r"""Loss of the base's attention and outputs in a cache that evicts by F or by gates.
+    r"""Loss of the base's attention and outputs in a cache that evicts by what layers keep.
 
     $$ \frac{1}{L R} \sum_{l,i} \Big( -\frac{1}{H} \sum_h \log \sum_j A_{hij} a_{ij}
        + \frac{\sum_h |\tilde o_{hi} - o_{hi}|^2}{\langle \sum_h |o_h|^2 \rangle} \Big) $$
@@ -54,16 +54,18 @@ class EvictionOrderLoss:
 
     While a model in training mode runs within `observing()`, its layers compute standard attention,
     so that every layer has the base's own input, and report what this loss reads. Only the order of
-    F matters to it: `rescale` gives F a scale afterwards. Retention gates, of which the lowest go
-    first, stand for -F, and need no scale.
+    F matters to it: `rescale` gives F a scale afterwards. Another number that a layer keeps per
+    token, set when the token comes, and of which the lowest go first, stands for -F, and needs no
+    scale.
 
     Arguments:
         model: with layers that mask, converted by `selective` with selectors of their own, or that
-            have retention gates.
+            keep another number per token.
         seed: of the queries that are drawn.
 
     Raises:
-        ValueError: no layer masks or has a gate, or a selector has no parameters of its own.
+        ValueError: no layer masks or keeps another number, or a selector has no parameters of its
+            own.
     """
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
@@ -192,7 +194,8 @@ class EvictionOrderLoss:
             hiding = selection(*selectors, layer.config.protect_first, visibility, scale)
             f, visible = after_chunks(hiding, dense)
         else:
-            f, visible = gates_after_chunks(layer.gates(tokens, inputs), dense)
+            call = {"visibility": visibility, "scale": scale, "inputs": inputs}
+            f, visible = _set_once(layer(q, k, v, **call).state, dense)
         with torch.no_grad():
             maps = self._maps(q, k, dense, scale, inputs)
         self._reports.append(_Report(f, visible, maps.to(f.dtype), v.detach().to(f.dtype)))
@@ -253,12 +256,12 @@ def after_chunks(
     return chunks.sum(3).cumsum(2).amin(1), dense[:, _ends(dense)]
 
 
-def gates_after_chunks(
-    gates: Float[Tensor, "B 1 T"], dense: Bool[Tensor, "B T T"]
+def _set_once(
+    numbers: Float[Tensor, "B 1 T"], dense: Bool[Tensor, "B T T"]
 ) -> tuple[Float[Tensor, "B C T"], Bool[Tensor, "B C T"]]:
-    """As `after_chunks`, of retention gates: minus the gate, which stays what it was."""
+    """As `after_chunks`, of numbers that stay what they were: minus these."""
     ends = _ends(dense)
-    return -gates.expand(-1, len(ends), -1), dense[:, ends]
+    return -numbers.expand(-1, len(ends), -1), dense[:, ends]
 
 
 def _ends(dense: Bool[Tensor, "B T T"]) -> Int[Tensor, " C"]:
@@ -279,24 +282,18 @@ def check_length(length: int, tokens: int) -> None:
 
 
 def ordering_layers(model: nn.Module) -> list[Layer]:
-    """The layers that mask tokens or have retention gates: they tell a cache which to evict.
+    """The layers that keep F or another number per token: they tell a cache which to evict.
 
     Raises:
-        ValueError: there is none, or gates act on logits.
+        ValueError: there is none.
     """
-    layers = layers_of(model)
-    if any("gate" in x.keeps and x.reports_memory for x in layers):
-        raise UserError(
-            "targets='maps' trains gates that change no output, and these have a window, beyond "
-            "which they act on logits; take --mechanism retention-gate without one, or train these "
-            "with the model (--recipe adapt --train lora --memory-loss 0.1)"
-        )
-    layers = [x for x in layers if x.reports_memory or "gate" in x.keeps]
+    kept = [x for x in layers_of(model) if x.keeps]
+    layers = [x for x in kept if x.reports_memory or not x.hides]
     if not layers:
         raise UserError(
-            f"targets='maps' teaches what a cache evicts by what is masked, or by gates, and no "
-            f"layer of this {type(model).__name__} masks or has a gate; take --mechanism "
-            "selective:selector=extra or retention-gate"
+            f"targets='maps' teaches what a cache evicts by what layers keep per token, such as F, "
+            f"and no layer of this {type(model).__name__} learns any; take --mechanism "
+            "selective:selector=extra"
         )
     return layers
 

@@ -127,9 +127,9 @@ class MemoryLoss(AuxOutputs):
     sequences without padding, each of one document, this is the mean over sequences of the paper's
     term. `i` counts what query i sees before itself: earlier real tokens of its document, and
     within a sliding window only those, as a key that has left the window is needed by nobody. Where
-    several selectors hide (`selector="per-head"`), F's sum is their mean. Retention gates with a
-    window have $\sum_k (1 - \sigma(g_k))$ in place of the sum over F, over the keys that they act
-    on. The gradient goes through one position per document and layer, the first of the largest.
+    several selectors hide (`selector="per-head"`), F's sum is their mean. Other layers that report
+    memory say what they count. The gradient goes through one position per document and layer, the
+    first of the largest.
 
     Training adds a small multiple, 0.1 in the paper: `loss = model(**batch).loss + 0.1 * memory()`.
     What is counted is the newest forward pass of the model; calling clears it. In a batch of

@@ -1,6 +1,6 @@
 """Training under the budgets of a cache: the model learns to do without what is evicted.
 
-Which tokens are evicted is settled: F or gates say it, and have no gradient here. What is trained
+Which tokens are evicted is settled: F says it, and has no gradient here. What is trained
 is the model, usually LoRA that acts after an eviction, to read what is left as it reads
 everything.
 """
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from heedful.checks import UserError
-from heedful.eviction import Eviction, LowestGate, MostHidden
+from heedful.eviction import Eviction, MostHidden
 from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import Calls, calls_of
@@ -25,12 +25,7 @@ from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
-from heedful.training.eviction_order import (
-    CHUNK,
-    StandardAround,
-    after_chunks,
-    gates_after_chunks,
-)
+from heedful.training.eviction_order import CHUNK, StandardAround, after_chunks
 
 SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
 _EVICTED = -1e9  # finite in every precision that is trained in
@@ -45,19 +40,18 @@ class EvictionInTraining:
     chunks in which they would.
 
     Arguments:
-        model: converted by `selective`, or with retention gates, in the layers that have a budget;
-            PEFT may have wrapped it.
-        eviction: `MostHidden`, or for gates `LowestGate`, with its tokens per layer.
+        model: converted by `selective` in the layers that have a budget; PEFT may have wrapped it.
+        eviction: `MostHidden`, with its tokens per layer.
 
     Raises:
-        ValueError: another policy, or a layer with a budget that masks nothing, or has no gate.
+        ValueError: another policy, or a layer with a budget that masks nothing.
     """
 
     def __init__(self, model: nn.Module, eviction: Eviction) -> None:
-        if not isinstance(eviction, MostHidden | LowestGate):
+        if not isinstance(eviction, MostHidden):
             raise UserError(
-                f"eviction must be MostHidden or LowestGate, whose order a model learns, got "
-                f"{eviction}; search budgets with heedful budget --eviction auto"
+                f"eviction must be MostHidden, whose order a model learns, got {eviction}; search "
+                "budgets with heedful budget --eviction auto"
             )
         modules = attention_modules(model)
         self._layers: dict[Layer, int] = {}
@@ -67,11 +61,10 @@ class EvictionInTraining:
             self._of_modules.append(None if tokens is None else layer)
             if tokens is None:
                 continue
-            if not _orders(layer, eviction):
+            if not (layer.hides and layer.reports_memory):
                 raise UserError(
                     f"eviction gives {type(layer).__name__} {tokens} tokens, and it masks "
-                    "none: only layers of selective attention, or with the policy LowestGate those "
-                    "with retention gates, can have a budget in training"
+                    "none: only layers of selective attention can have a budget in training"
                 )
             self._layers[layer] = tokens
         self._eviction = eviction
@@ -132,17 +125,12 @@ class EvictionInTraining:
         scale: float,
         inputs: LayerInputs,
     ) -> Float[Tensor, "B Hs T T"]:
-        """`-F`, or what gates add; far below every logit where the cache has evicted a token."""
+        """`-F`; far below every logit where the cache has evicted a token."""
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        if layer.hides:
-            selectors = layer.selectors(q, k, inputs)
-            hiding = selection(*selectors, layer.config.protect_first, view, scale)
-            masked = hiding - hiding.cumsum(2) if layer.config.masks else torch.zeros_like(hiding)
-            bias, order = masked, after_chunks(hiding, dense)
-        else:
-            gates = layer.gates(tokens, inputs)
-            bias, order = layer.logit_bias(gates, tokens, view), gates_after_chunks(gates, dense)
+        hiding = selection(*layer.selectors(q, k, inputs), layer.config.protect_first, view, scale)
+        bias = hiding - hiding.cumsum(2) if layer.config.masks else torch.zeros_like(hiding)
+        order = after_chunks(hiding, dense)
         cached = cached_tokens(*order, self.budget(layer) - 1, *self._protected(layer))
         return bias.masked_fill(~_attendable(cached, tokens)[:, None], _EVICTED)
 
@@ -161,10 +149,3 @@ def _attendable(cached: Bool[Tensor, "B C T"], tokens: int) -> Bool[Tensor, "B T
     chunk = place // CHUNK
     before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
     return before | (place >= (chunk * CHUNK)[:, None])
-
-
-def _orders(layer: Layer, eviction: Eviction) -> bool:
-    """Test whether the layer decides what the policy evicts."""
-    if "gate" in eviction.needs:
-        return "gate" in layer.keeps
-    return layer.hides and layer.reports_memory

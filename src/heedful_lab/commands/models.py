@@ -14,15 +14,16 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.data import ByteTokenizer
-from heedful.hf import load
 from heedful.hf.adapter_folders import base_of, is_adapter, read_about
 from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import take_budgets
 from heedful.hf.convert import replace_attention
 from heedful.hf.load import saved_conversion
 from heedful.hf.stock import is_gguf, stock_config, stock_model, stock_tokenizer
-from heedful.nn import Mechanism, from_json, mechanism
+from heedful.nn import MechanismConfig
 from heedful_lab.commands.options import ModelDtype, check_device
+from heedful_lab.rivals.models import load
+from heedful_lab.rivals.table import from_json, mechanism
 
 BYTES = "bytes"
 
@@ -214,7 +215,7 @@ def longest(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | None]:
+def mechanisms_named(words: Sequence[str]) -> dict[MechanismConfig, tuple[int, ...] | None]:
     """Mechanisms as the command line spells them, with the layers of each; None is all the rest.
 
     A word is NAME[:OPTION=VALUE,...][@LAYERS], such as `mta:conv_every=1,norm=true` or
@@ -223,7 +224,7 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
     Raises:
         ValueError: a word is not valid, or names an unknown mechanism, option or value.
     """
-    mechanisms: dict[Mechanism, tuple[int, ...] | None] = {}
+    mechanisms: dict[MechanismConfig, tuple[int, ...] | None] = {}
     for word in words:
         match = re.fullmatch(r"([^:@]+)(?::([^@]+))?(?:@([\d,-]+))?", word)
         if match is None:
@@ -243,7 +244,7 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
     return mechanisms
 
 
-def _with_options(config: Mechanism, name: str, options: str) -> Mechanism:
+def _with_options(config: MechanismConfig, name: str, options: str) -> MechanismConfig:
     fields = [field.name for field in dataclasses.fields(config)]
     values = {}
     for option in re.split(r",(?![^\[]*\])", options) if options else ():

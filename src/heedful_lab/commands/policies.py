@@ -10,10 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import POLICIES, Eviction
+from heedful.eviction import POLICIES as LIBRARY
+from heedful.eviction import Eviction
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 from heedful_lab.commands.options import CacheDtype, is_users_policy
+from heedful_lab.rivals.lowest_gate import LowestGate
+
+POLICIES = (*LIBRARY, LowestGate)
+"""Those that commands know by name."""
 
 
 @runtime_checkable

@@ -151,7 +151,7 @@ class TriAttention(Eviction):
         """Raise a `ValueError` unless the calibration has a layer of this one's heads."""
         super().check(layer)
         layers, shape = self.calibration.layers, layer.shape
-        own = (shape.heads * layer.queries_per_head, shape.dim)
+        own = (shape.heads, shape.dim)
         heads = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
         if heads != own:
             there = "no such layer" if heads is None else f"{heads[0]} query heads of {heads[1]}"

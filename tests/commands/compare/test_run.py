@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import heedful
 from heedful import files
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.training.run import Stopped
@@ -26,6 +25,8 @@ from heedful_lab.commands.compare.run import compare, kept
 from heedful_lab.commands.compare.scratch import Size
 from heedful_lab.commands.compare.setups import chosen_setups, setups
 from heedful_lab.records import read_records
+from heedful_lab.rivals.models import load
+from heedful_lab.rivals.table import mechanism
 from heedful_lab.tasks import TASKS
 from helpers.command_line import change_setups, refusal
 
@@ -146,8 +147,8 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         assert records[name].parameters == records["standard"].parameters + layers * each
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(name in page for name in names)
-    model = heedful.load(tmp_path / "out" / "models" / "parity-canon-0")
-    assert model._heedful.mechanism == heedful.Canon()
+    model = load(tmp_path / "out" / "models" / "parity-canon-0")
+    assert model._heedful.mechanism == mechanism("canon")
 
 
 def test_a_tour_is_what_is_learned_where_no_task_is_named():

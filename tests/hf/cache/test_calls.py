@@ -21,9 +21,7 @@ ROWS = {"reordered": [1, 0], "chosen": [1], "repeated": [0, 0, 1, 1]}
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(
-    "name", ["selective-extra", "selective", "forgetting", "retention-gate", "mta", "canon"]
-)
+@pytest.mark.parametrize("name", ["selective-extra", "selective", "forgetting", "mta"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chosen_sequences_take_back_their_own_tokens(name, choice, padded):
     model, ids = converted(name), tokens(2, 24)
@@ -160,11 +158,17 @@ def test_the_mean_direction_is_that_of_real_tokens():
 
 
 @pytest.mark.parametrize(
-    "needs", [("key",), "keys", (("attention", 0),), ("attention", 32), (("attention", True),)]
+    "needs", [(3,), "keys", (("attention", 0),), ("attention", 32), (("attention", True),)]
 )
 def test_unknown_needs_are_refused_where_the_class_is_made(needs):
-    with pytest.raises(ValueError, match=r"needs of Wrong must be of 'F', 'gate', 'keys', .*, got"):
+    with pytest.raises(ValueError, match=r"needs of Wrong must be .*of 'keys', .*, got"):
         type("Wrong", (Eviction,), {"needs": needs})
+
+
+def test_a_number_that_a_layer_does_not_keep_is_refused_by_its_name():
+    misspelt = type("Wrong", (Eviction,), {"needs": ("key",)})
+    with pytest.raises(ValueError, match=r"Wrong needs 'key', which StandardAttention does not"):
+        heedful.new_cache(converted("standard"), misspelt(tokens=20))
 
 
 def jetmoe(**options):

@@ -98,7 +98,7 @@ MODES = {
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["standard", "selective-extra", "mta-everywhere", "simplicial"])
+@pytest.mark.parametrize("name", ["standard", "selective-extra", "mta-everywhere"])
 def test_every_mode_of_generate_keeps_quantized_tokens(name, mode, monkeypatch):
     model, rows = converted(name), 1 if mode == "a look into the prompt" else 3
     ids = tokens(rows, 11)

@@ -59,10 +59,9 @@ def check_tokens(part: LayerCache) -> None:
     score = None if part._step is None else part._step.score
     for x in (cached.positions, part._state, score):
         assert x is None or x.shape[-1] == part.length
-    for past in (part._queries, *part._inputs.values()):
-        if past.rows is not None:
-            count, least = past.rows.shape[past.dim], min(past.count, counters.total)
-            assert least <= count <= counters.total and (part.record_past or count == least)
+    if (past := part._queries).rows is not None:
+        count, least = past.rows.shape[2], min(past.count, counters.total)
+        assert least <= count <= counters.total and (part.record_past or count == least)
 
 
 def check_summaries(part: SummaryCache) -> None:

@@ -7,7 +7,7 @@ import heedful
 from heedful.eviction import POLICIES, MostHidden, Random, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.intercept import interceptors
-from heedful.nn import Differential, MultiToken, RetentionGate, Selective, Standard, TalkingHeads
+from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
 from helpers.cached import in_steps, serves
 from helpers.families import logits, ragged_mask, tiny, tokens, varied
 
@@ -19,8 +19,6 @@ MECHANISMS = {
     "selective-per-head": Selective(selector="per-head"),
     "talking-heads": TalkingHeads(),
     "differential": Differential(),
-    "retention-gate": RetentionGate(),
-    "self-pruned": RetentionGate(window=3),
 }
 SERVED = [(name, policy) for name in MECHANISMS for policy in POLICIES
           if serves(policy, name)]  # fmt: skip

@@ -14,7 +14,6 @@ from heedful.compatibility import release
 from heedful.eviction import (
     H2O,
     TOVA,
-    LowestGate,
     MostHidden,
     SnapKV,
     StreamingLLM,
@@ -397,7 +396,6 @@ class Placed(StreamingLLM):
 def test_what_an_evicting_cache_does_not_serve_is_said():
     model = tiny()
     for policy, message in (
-        (LowestGate(tokens=16), "LowestGate needs a converted model, as it reads gate"),
         (Placed(tokens=16), "Placed needs a converted model, as it reads positions"),
         (StreamingLLM(tokens=(16, 20)), "one for each of the model's 3 attention layers"),
         (

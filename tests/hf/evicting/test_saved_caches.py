@@ -16,7 +16,6 @@ from heedful.eviction import (
     H2O,
     POLICIES,
     KeyDiff,
-    LowestGate,
     MostHidden,
     SnapKV,
     StreamingLLM,
@@ -30,15 +29,13 @@ from helpers.cached import converted, greedy
 from helpers.families import exactly, ragged_mask, tiny, tokens
 from helpers.unconverted import Knorm, Strongest, beside
 
-AS_THEY_ARE = [policy for policy in POLICIES if not {"gate", "positions"} & set(policy.needs)]
+AS_THEY_ARE = [policy for policy in POLICIES if "positions" not in policy.needs]
 CONVERTED = [
-    *((name, None) for name in ("standard", "mta-everywhere", "canon", "simplicial", "selective")),
+    *((name, None) for name in ("standard", "mta-everywhere", "selective")),
     *(("standard", policy) for policy in (StreamingLLM, SnapKV, H2O, KeyDiff)),
     ("selective-extra", MostHidden),
     ("selective-per-head", MostHidden),
     ("forgetting", MostHidden),
-    ("retention-gate", LowestGate),
-    ("self-pruned", LowestGate),
 ]
 
 

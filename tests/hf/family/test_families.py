@@ -7,14 +7,10 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.hf.versions import implementation_of
 from heedful.nn import (
-    Canon,
     Differential,
-    DifferentialV2,
-    KnockingHeads,
     LocalGlobal,
     MultiToken,
     Selective,
-    Simplicial,
     Standard,
     TalkingHeads,
 )
@@ -28,9 +24,6 @@ UNCHANGING = {
     "mta everywhere": MultiToken(conv_every=1, mix=2),
     "talking-heads": TalkingHeads(),
     "selective with an extra head": Selective(selector="extra"),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "knocking-heads with a gate": KnockingHeads(form="mlp"),
-    "canon": Canon(),
 }
 MECHANISMS = {
     "standard": Standard(),
@@ -43,12 +36,7 @@ MECHANISMS = {
     "selective-extra": Selective(selector="extra"),
     "differential": Differential(),
     # Parts of these act before the rotation, where families differ.
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "knocking-heads-mlp": KnockingHeads(form="mlp"),
-    "canon": Canon(),
-    "differential-v2": DifferentialV2(),
     "local-global": LocalGlobal(window=3, every=2),
-    "simplicial": Simplicial(window=4, second_window=2, every=2),
 }
 pairs = pytest.mark.parametrize(
     ("name", "family"), [(x, y) for x in MECHANISMS for y in FAMILIES if fits(x, y)]
@@ -178,23 +166,6 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_reverts(name, family, side, tmp
     heedful.revert(again).set_attn_implementation(implementation_of(model.config))  # not saved
     assert torch.equal(logits(again, ids), plain)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-REFUSED = {
-    "gpt2": "its c_attn gives queries, keys and values in one, cut at fixed places",
-    "gpt_neox": "its query_key_value gives queries, keys and values in one",
-    "phi3": "its qkv_proj gives queries, keys and values in one",
-    "olmo2": r"its attention cannot be asked alone \(RuntimeError: ",
-}
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_families_without_room_for_second_queries_are_refused(family):
-    model, ids = tiny(family), tokens()
-    before = logits(model, ids)
-    with pytest.raises(ValueError, match=REFUSED[family]):
-        heedful.convert(model, "differential-v2")
-    assert torch.equal(logits(model, ids), before)
 
 
 @every

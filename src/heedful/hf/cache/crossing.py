@@ -55,7 +55,7 @@ class CrossLayerCache(AttentionCache):
         super()._clear()
         self.keys: Float[Tensor, "B Hk n D"] | None = None
         self.values: Float[Tensor, "B Hk n D"] | None = None
-        self._queries = PastRows(self._past_queries, dim=2)
+        self._queries = PastRows(self._past_queries)
 
     @property
     def batch(self) -> int | None:

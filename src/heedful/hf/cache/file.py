@@ -20,7 +20,6 @@ from heedful.checks import UserError
 from heedful.eviction import POLICIES, Eviction
 from heedful.files import write_whole
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.identity import cache_identity, json_digest, tensors_digest
@@ -219,10 +218,10 @@ def unpack(old: object, packed: object, tensors: dict[str, Tensor], device: torc
             slots.refill(tokens, packed["room"], packed["start"], packed["own"])
         return slots
     if "each" in packed:
-        return {
-            key: unpack(PastRows(0, 0), x, tensors, device) for key, x in packed["each"].items()
-        }
+        return {key: unpack(None, x, tensors, device) for key, x in packed["each"].items()}
     for key, x in packed["parts"].items():
+        if key not in old.parts:
+            continue  # an older version's, for mechanisms that have no cache any more
         setattr(old, key, unpack(getattr(old, key, None), x, tensors, device))
     return old
 

@@ -41,7 +41,7 @@ class FilteredKeysCache(LayerCache):
     def _clear(self) -> None:
         super()._clear()
         queries, keys = self._past_of_layer
-        self._past, self._plain = PastRows(queries, dim=2), PastRows(keys, dim=2)
+        self._past, self._plain = PastRows(queries), PastRows(keys)
         self._segments: Tensor | None = None  # of all tokens, until `attend`
         # From `update` until `attend`: the newest keys as they are, and all that are filtered.
         self._called: tuple[Tensor, Tensor | None, Tensor] | None = None

@@ -1,8 +1,8 @@
 """The cache of a layer that keeps tokens one by one, and what its mechanism needs beside them.
 
 Keys and values, and beside them what the layer declares: the last query rows (a convolution reads
-them), rows from before the rotation, one number per key and selector (selective attention's F), own
-selector keys. Under a budget it evicts tokens, whose slots are used for the next ones.
+them), one number per key and selector (selective attention's F), own selector keys. Under a budget
+it evicts tokens, whose slots are used for the next ones.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class LayerCache(AttentionCache):
         ValueError: the policy cannot serve the layer.
     """
 
-    parts = ("_tokens", "_queries", "_inputs", "_state", "_step", "counters", "dtype")
+    parts = ("_tokens", "_queries", "_state", "_step", "counters", "dtype")
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class LayerCache(AttentionCache):
     ) -> None:
         if layer.past_queries and layer.keeps:
             raise UserError(f"{type(layer).__name__} needs both query rows and a state")
-        self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
+        self._past_queries = layer.past_queries
         self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
-        self._takes_steps, self._counts_positions = layer.takes_steps, layer.counts_positions
+        self._takes_steps, self._kept = layer.takes_steps, layer.keeps[:1]
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
@@ -75,16 +75,14 @@ class LayerCache(AttentionCache):
         # Attention or the policy reads keys from here, and not what `attend` is given.
         self._reads_itself = self._by_heads or self._reads_rows
         # Other tensors than the buffers of tokens change their size in every call.
-        rows = layer.past_queries or layer.past_inputs
-        self._changes = bool(rows or self._stateful or self._observes or int8)
+        self._changes = bool(layer.past_queries or self._stateful or self._observes or int8)
         self._room = self._room_ahead()
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
         super()._clear()
         self._tokens = StoredTokens(self.int8)
-        self._queries = PastRows(self._past_queries, dim=2)
-        self._inputs: dict[str, PastRows] = {}
+        self._queries = PastRows(self._past_queries)
         self._state: Float[Tensor, "B S n"] | None = None
         self._step = None if self.budget is None else EvictionStep(self.budget)
         self._undo: Undo | None = None
@@ -200,14 +198,6 @@ class LayerCache(AttentionCache):
             return "a quantized cache", "make it without dtype"
         return type(self.policy).__name__, "take a policy that reads no keys"
 
-    def newest(self, part: str, rows: Float[Tensor, "B T ..."]) -> Float[Tensor, "B r ..."] | None:
-        """Keep new tokens' rows from before the rotation; returns the newest ones before these."""
-        self._check_batch(len(rows))
-        past = self._inputs.setdefault(part, PastRows(self._past_inputs, dim=1))
-        joined = past.add(rows, keep_all=self.record_past)
-        count = joined.shape[1] - rows.shape[1]
-        return joined[:, :count] if count else None
-
     def attend(
         self,
         layer: Layer,
@@ -270,12 +260,12 @@ class LayerCache(AttentionCache):
         """Visibility among the cached tokens, from that of all, `new` ones of this call."""
         if self.budget is None:
             return visibility.last(self.length)
-        if visibility.plain and not self._counts_positions:
+        if visibility.plain:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
         before = self.counters.total - new
         visibility = selection.check_visibility(visibility, self._owner.layer(), before)
-        if visibility.plain and not self._counts_positions:
+        if visibility.plain:
             return visibility
         positions = self._tokens.positions[:, 0]
         parts = {
@@ -362,8 +352,8 @@ class LayerCache(AttentionCache):
         positions, read = self._tokens.positions[:, 0], {}
         if "F" in needs:
             read["hidden"] = self._state.amin(1)
-        if "gate" in needs:
-            read["gate"] = self._state[:, 0]
+        elif self._kept and self._kept[0] in needs:
+            read["kept"] = self._state.amin(1)
         if self.reads_positions:
             read["next"] = call.inputs.positions[:, -1] + 1
         if self._reads_rows:
@@ -400,7 +390,7 @@ class LayerCache(AttentionCache):
         self._undo = Undo.after(self._undo, call, self._stateful)
 
     def _undoable(self) -> int:
-        needs_more = self._past_queries or self._past_inputs or self._stateful
+        needs_more = self._past_queries or self._stateful
         if not needs_more and self.budget is None and self.window is None:
             return self.length
         return 0 if self._undo is None else min(self._undo.tokens, self.length)
@@ -443,7 +433,7 @@ class LayerCache(AttentionCache):
 
     @property
     def _rows(self) -> list[PastRows]:
-        return [self._queries, *self._inputs.values()]
+        return [self._queries]
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         self._tokens.map_batch(change)
@@ -492,5 +482,4 @@ class LayerCache(AttentionCache):
     def _tensors_aside(self) -> list[Tensor | None]:
         """Those beside the buffers of tokens."""
         score = None if self._step is None else self._step.score
-        rows = [x.rows for x in self._inputs.values()] if self._inputs else ()
-        return [*rows, self._queries.rows, self._state, score]
+        return [self._queries.rows, self._state, score]

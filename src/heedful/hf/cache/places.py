@@ -44,6 +44,7 @@ def cache_for(
     Raises:
         ValueError: the policy or the dtype cannot serve it.
     """
+    check_caches(module.heedful)
     kind = LayerCache
     if module.heedful.summarises:
         kind = SummaryCache
@@ -52,6 +53,15 @@ def cache_for(
     elif module.heedful.past_keys:
         kind = FilteredKeysCache
     return kind(module.heedful, sliding, budget, meter, int8)
+
+
+def check_caches(layer: Layer) -> None:
+    """Raise unless a layer goes on from a cache."""
+    if not layer.caches:
+        raise UserError(
+            f"cache must be left out: {type(layer).__name__} goes on from none; call the model "
+            "with use_cache=False, and generate without a cache"
+        )
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
@@ -161,6 +171,5 @@ def kept_beside(layer: Layer) -> str:
     """Name what a layer needs of earlier tokens beside keys and values."""
     rows = [f"{layer.past_queries} query rows"] if layer.past_queries else []
     rows += [f"{layer.past_keys} keys as they are"] if layer.past_keys else []
-    inputs = [f"{layer.past_inputs} tokens' rows"] if layer.past_inputs else []
     summaries = ["summaries of groups"] if layer.summarises else []
-    return ", ".join([*rows, *inputs, *layer.keeps, *summaries])
+    return ", ".join([*rows, *layer.keeps, *summaries])

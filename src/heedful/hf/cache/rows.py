@@ -1,4 +1,4 @@
-"""The newest tokens' rows, which the outputs of later tokens depend on."""
+"""The newest rows of queries or keys, which the outputs of later tokens depend on."""
 
 from collections.abc import Callable
 
@@ -13,29 +13,28 @@ from heedful.ops import Visibility
 
 
 class PastRows:
-    """The newest rows of one stream: of queries, or of what enters and leaves a projection.
+    """The newest rows of one stream, `[B, H, n, D]`.
 
     Between calls it has the `count` newest, and more of them while calls can be taken back.
 
     Arguments:
         count: how many rows the next token's output depends on.
-        dim: along which dimension the tokens are.
     """
 
-    parts = ("count", "dim", "rows")
+    parts = ("count", "rows")
 
-    def __init__(self, count: int, dim: int) -> None:
-        self.count, self.dim = count, dim
+    def __init__(self, count: int) -> None:
+        self.count = count
         self.rows: Float[Tensor, "B ..."] | None = None
 
     def add(self, new: Float[Tensor, "B ..."], *, keep_all: bool = False) -> Tensor:
         """Add new rows; returns the `count` newest ones before them, followed by these."""
         joined = new
         if self.rows is not None:
-            joined = torch.cat([self.rows, new.to(self.rows.dtype)], dim=self.dim)
+            joined = torch.cat([self.rows, new.to(self.rows.dtype)], dim=2)
         # A copy, since a part would keep the whole.
         self.rows = joined if keep_all else self._newest(joined, self.count).clone()
-        return self._newest(joined, self.count + new.shape[self.dim]) if self.count else new
+        return self._newest(joined, self.count + new.shape[2]) if self.count else new
 
     def check_seen(self, layer: Layer, visibility: Visibility) -> None:
         """Raise where these rows see tokens that the cache of a family has dropped."""
@@ -48,7 +47,7 @@ class PastRows:
     def drop_last(self, count: int) -> None:
         """Drop the newest rows."""
         if self.rows is not None:
-            self.rows = self.rows.narrow(self.dim, 0, max(0, self.rows.shape[self.dim] - count))
+            self.rows = self.rows[:, :, : max(0, self.rows.shape[2] - count)]
 
     def trim(self) -> None:
         """Keep no more than the next token's output depends on."""
@@ -61,5 +60,5 @@ class PastRows:
             self.rows = change(self.rows)
 
     def _newest(self, rows: Tensor, count: int) -> Tensor:
-        spare = rows.shape[self.dim] - count
-        return rows if spare <= 0 else rows.narrow(self.dim, spare, count)
+        spare = rows.shape[2] - count
+        return rows if spare <= 0 else rows[:, :, spare:]

@@ -22,7 +22,7 @@ from heedful.hf.evicting.observing import forget, observe
 from heedful.hf.evicting.static import StaticLayer
 from heedful.hf.evicting.step import Step
 from heedful.hf.family.call import see_themselves
-from heedful.hf.family.projections import NAME
+from heedful.hf.family.modules import NAME
 from heedful.hf.versions import cache_name
 
 Mask = Tensor | BlockMask

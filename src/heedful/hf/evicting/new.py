@@ -12,8 +12,7 @@ from heedful.hf.evicting.hiding import Hiding
 from heedful.hf.evicting.layer import READ, EvictingLayer
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.evicting.static import StaticLayer, StaticMap
-from heedful.hf.family.modules import find_attention, parameter_device
-from heedful.hf.family.projections import NAME
+from heedful.hf.family.modules import NAME, find_attention, parameter_device
 from heedful.hf.versions import implementation_of
 from heedful.nn import Layer
 

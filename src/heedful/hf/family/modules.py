@@ -15,6 +15,9 @@ from heedful.checks import UserError
 from heedful.nn import HeadShape, Layer, Role
 from heedful.nn.layer import Term
 
+NAME = "heedful"
+"""What a converted attention module calls its layer."""
+
 # What a family may pass to its attention function by name: without a say in the weights, or read.
 _PASSED = frozenset(
     {

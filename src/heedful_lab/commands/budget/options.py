@@ -39,9 +39,8 @@ class BudgetSearch:
     adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """An adapter to open MODEL with, which is then its base; budgets.json is written into it."""
     eviction: EvictionName = "auto"
-    """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden), or
-    the lowest retention gate (lowest-gate); for other mechanisms all but the first and the newest
-    (streaming-llm)."""
+    """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden); for
+    other mechanisms all but the first and the newest (streaming-llm). Not lowest-gate."""
     loss: float = 0.5
     """Percent by which the perplexity may rise above that of the full cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import Eviction
+from heedful.eviction import POLICIES, Eviction
 from heedful.eviction.selection import check_policy
 from heedful.files import append_line, only_writer, read_each, write_whole
 from heedful.hf.budgets import NAME, write_budgets
@@ -331,6 +331,11 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
         {} if options.sinks is None else {"sinks": options.sinks}
     )
     policy = policy_named(options.eviction, model, options.length, **protection)
+    if type(policy) not in POLICIES:
+        raise UserError(
+            f"eviction={options.eviction!r} is {type(policy).__name__} for this model, and "
+            "budgets.json names policies of the library: take another, such as streaming-llm"
+        )
     modules = attention_modules(model)
     cache = new_cache(model, eviction=False)
     windows = [layer.window for layer in cache.layers if isinstance(layer, AttentionCache)]

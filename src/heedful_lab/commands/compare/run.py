@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from heedful.checks import UserError
 from heedful.eviction import MostHidden
 from heedful.files import only_writer, write_whole, writing_to
-from heedful.hf import load
 from heedful.hf.look import LayerLook, cached_over_time, look
 from heedful.training.checkpoints import differences, saved_step
 from heedful.training.run import Stopped, check_device
@@ -28,6 +27,7 @@ from heedful_lab.commands.compare.setups import Setup, chosen_setups
 from heedful_lab.commands.compare.small_caches import plans, policy_name, scored_as, under_budget
 from heedful_lab.records import Record, UnderBudget, append, read, read_numbered
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import load
 
 _PICTURED = 320  # tokens of a sequence whose way through a cache is drawn
 _WRITTEN = 4  # evaluation sources of which it is shown what a model writes

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from heedful.checks import UserError, check_whole
-from heedful.hf import load, revert
-from heedful.hf.convert import replace_attention
-from heedful.nn import LocalGlobal, Mechanism, Simplicial, to_json
+from heedful.hf import revert
+from heedful.nn import LocalGlobal, MechanismConfig, to_json
+from heedful_lab.rivals.models import convert, load
+from heedful_lab.rivals.simplicial import Simplicial
 from heedful_lab.tasks import Task
 
 
@@ -81,7 +82,7 @@ class Hyperparameters:
                 raise UserError(f"{name} must be a positive number, got {value!r}")
 
 
-Attention = Mechanism | dict[Mechanism, tuple[int, ...]]
+Attention = MechanismConfig | dict[MechanismConfig, tuple[int, ...]]
 """The attention of a model's layers: of all, or by their indices."""
 
 
@@ -114,7 +115,7 @@ def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> Pre
     """
     torch.manual_seed(seed)
     if task.paired:
-        return replace_attention(_encoder_decoder(task, size), mechanism).model
+        return convert(_encoder_decoder(task, size), mechanism).model
     longest = max(other.length for other in (task, *task.evaluations().values()))
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -131,13 +132,13 @@ def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> Pre
             eos_token_id=None,
         )
     )
-    return replace_attention(model, mechanism).model
+    return convert(model, mechanism).model
 
 
 def from_trained(folder: Path, mechanism: Attention, seed: int) -> PreTrainedModel:
     """A trained model with another mechanism in its place; the seed is of what that begins with."""
     torch.manual_seed(seed)
-    return replace_attention(revert(load(folder, budgets=False)), mechanism).model
+    return convert(revert(load(folder, budgets=False)), mechanism).model
 
 
 def _encoder_decoder(task: Task, size: Size) -> BartForConditionalGeneration:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from heedful.checks import UserError
-from heedful.nn import Layer, LocalGlobal, Simplicial, mechanism
+from heedful.nn import Layer, LocalGlobal
 from heedful_lab.commands.compare.options import WITH_MEMORY_LOSS, Comparison
 from heedful_lab.commands.compare.scratch import (
     Attention,
@@ -17,6 +17,8 @@ from heedful_lab.commands.compare.scratch import (
     simplicial,
 )
 from heedful_lab.commands.compare.small_caches import evictable
+from heedful_lab.rivals.simplicial import Simplicial
+from heedful_lab.rivals.table import mechanism
 from heedful_lab.tasks import TASKS, Task
 
 

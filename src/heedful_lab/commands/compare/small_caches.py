@@ -41,12 +41,12 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 def evictable(model: PreTrainedModel) -> bool:
     """Test whether tokens can be evicted from the model's caches.
 
-    A convolution over keys or a window of pairs would see others, and summaries stand for evicted
-    tokens.
+    A convolution over keys would see others, summaries stand for evicted tokens, and some baselines
+    have no cache.
     """
     layers = [module.heedful for module in attention_modules(model)]
     kernels = (x.past_queries and not x.past_keys for x in layers)
-    bound = (*kernels, *(x.summarises or x.keeps_order for x in layers))
+    bound = (*kernels, *(x.summarises or not x.caches for x in layers))
     return not any(bound)
 
 

@@ -7,11 +7,13 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.files import check_new_folder, whole_folder
-from heedful.hf import conversion_of, convert, load, revert
+from heedful.hf import conversion_of, convert, revert
 from heedful.hf.adapter_folders import base_of, is_adapter
 from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful_lab.commands.convert.options import FolderConversion
 from heedful_lab.commands.models import dtype_option, is_converted, mechanisms_named, opening
+from heedful_lab.rivals.edits import edit
+from heedful_lab.rivals.models import load
 
 
 def convert_folder(options: FolderConversion) -> str:
@@ -61,7 +63,7 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
         revert(model)
     else:
         plan = next(iter(mechanisms)) if None in mechanisms.values() else mechanisms
-        conversion = convert(model, plan, where=options.where or None)
+        conversion = edit(convert(model, plan, where=options.where or None))
         own = sum(p.numel() for p in conversion.parameters().values())
         parts = conversion.mechanisms.items()
         layers = ", ".join(f"{config} in {len(where)} layers" for config, where in parts)

@@ -15,6 +15,7 @@ from heedful.hf.cache.new import new_cache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.versions import generate_argument
 from heedful_lab.commands.generate.run import prompt_chunk
+from heedful_lab.rivals.models import has_cache
 
 _LOGITS = 2**26  # numbers of logits at a time
 
@@ -78,14 +79,17 @@ class LanguageModel:
         pad = self.model.generation_config.pad_token_id or 0
         ids = torch.tensor([[pad] * (longest - len(x)) + list(x) for x in prompts])
         mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts])
-        cache = new_cache(self.model, self.eviction, dtype=self.dtype)
+        options: dict = {"use_cache": False}  # as some baselines have none
+        if has_cache(self.model):
+            cache = new_cache(self.model, self.eviction, dtype=self.dtype)
+            chunk = self.chunk or prompt_chunk(cache)
+            options = generate_argument(cache) | {"prefill_chunk_size": chunk}
         end = self.model.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
         output = self.model.generate(
             ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
-            **generate_argument(cache),
-            prefill_chunk_size=self.chunk or prompt_chunk(cache),
+            **options,
             max_new_tokens=room,
             num_beams=1,
             do_sample=False,

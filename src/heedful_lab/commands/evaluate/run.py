@@ -40,6 +40,7 @@ from heedful_lab.commands.models import (
 from heedful_lab.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
 from heedful_lab.records import Sample, append, read
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import has_cache
 
 SAMPLES, ABOUT = "samples.jsonl", "evaluation.json"
 _FORMAT = 2
@@ -230,7 +231,7 @@ def _caches(
             policy = policy_named(options.eviction, model, int(word), **arguments)
             name = f"{spelled(type(policy).__name__)} {word}"
         policies[name if dtype is None else f"{name}, {options.cache_dtype}"] = policy
-    for policy in (False, *policies.values()):
+    for policy in (*([False] if has_cache(model) else []), *policies.values()):
         try:
             new_cache(model, policy, dtype=dtype)
         except ValueError as error:

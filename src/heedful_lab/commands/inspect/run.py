@@ -15,7 +15,7 @@ from heedful.eviction import Eviction
 from heedful.hf import conversion_of
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.look import LayerLook, cached_over_time, look_into
-from heedful.nn import Mechanism
+from heedful.nn import MechanismConfig
 from heedful_lab.commands.inspect.options import MOST_TOKENS, Inspection
 from heedful_lab.commands.models import longest, open_model, open_tokenizer, read_text
 from heedful_lab.commands.policies import policy_of, reads_budgets
@@ -84,7 +84,7 @@ def inside(options: Inspection) -> InspectionResult:
     )
 
 
-def _in_words(mechanism: Mechanism) -> str:
+def _in_words(mechanism: MechanismConfig) -> str:
     """Its name, and what of it is not as by default."""
     changed = (
         f"{field.name}={value!r}"

@@ -23,12 +23,12 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from heedful.checks import UserError
 from heedful.files import only_writer, write_lines, write_whole, writing_to
-from heedful.hf import conversion_of, load, revert
+from heedful.hf import conversion_of, revert
 from heedful.hf.adapter_folders import save_adapter
 from heedful.hf.adapters import converted_inside
 from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.versions import checkpointing_options
-from heedful.nn import Layer, Standard, to_json
+from heedful.nn import Standard, to_json
 from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.eviction_order import EvictionOrderLoss, check_length
 from heedful.training.losses import MemoryLoss
@@ -41,6 +41,8 @@ from heedful_lab.commands.train.mixture import Mixture, read_mixture
 from heedful_lab.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
 from heedful_lab.commands.train.start import Start, has_weights, starting_point
 from heedful_lab.records.environment import environment
+from heedful_lab.rivals.models import load
+from heedful_lab.rivals.retention import RetentionGateAttention
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
@@ -152,8 +154,8 @@ def _identity(options: Training) -> dict:
 
 def _check_gates(model: PreTrainedModel) -> None:
     """Raise for retention gates where nothing would train them."""
-    layers = [x for x in model.modules() if isinstance(x, Layer)]
-    if any("gate" in x.keeps and not x.reports_memory for x in layers):
+    layers = [x for x in model.modules() if isinstance(x, RetentionGateAttention)]
+    if any(x.config.window is None for x in layers):
         raise UserError(
             "retention gates without a window change no prediction, so only attention maps train "
             "them: add --recipe hide, or give them a window (--mechanism retention-gate:window=32)"

@@ -19,12 +19,11 @@ from heedful.checks import UserError
 from heedful.data import ByteTokenizer, pieces
 from heedful.eviction import Eviction
 from heedful.files import writing_to
-from heedful.hf import conversion_of, load
-from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
+from heedful.hf import conversion_of
+from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter
 from heedful.hf.adapters import converted_inside, with_low_rank
 from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.budgets import NAME, read_budgets
-from heedful.hf.convert import replace_attention
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful_lab.commands.models import (
@@ -36,6 +35,7 @@ from heedful_lab.commands.models import (
     opening,
 )
 from heedful_lab.commands.train.options import EVICT, SIZES, Training, TrainingRecipe
+from heedful_lab.rivals.models import convert, load
 from heedful_lab.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 _BOS, _EOS = "<bos>", "<eos>"
@@ -143,7 +143,7 @@ def _beside_frozen(
                 else f"model {options.model!r} has LoRA, which training does not "
                 "resume; train from its base again"
             )
-        load_adapter(model, options.model, budgets=False, convert=True)
+        load(model, adapter=options.model, budgets=False, convert=True)
     else:
         _give_mechanism(model, options)
     own = conversion_of(model).parameters().values()
@@ -190,9 +190,9 @@ def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
                 "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
     elif None in mechanisms.values():  # alone: in all layers
-        replace_attention(model, next(iter(mechanisms)), where=options.where or None)
+        convert(model, next(iter(mechanisms)), where=options.where or None)
     else:
-        replace_attention(model, mechanisms or "standard", where=options.where or None)
+        convert(model, mechanisms or "standard", where=options.where or None)
 
 
 def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:

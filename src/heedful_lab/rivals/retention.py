@@ -32,7 +32,7 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class RetentionGate:
-    r"""Standard attention, and a gate per token that `heedful.eviction.LowestGate` evicts by.
+    r"""Standard attention, and a gate per token that `LowestGate` evicts by.
 
     $$ g_j = x_j w $$
 
@@ -136,12 +136,6 @@ class RetentionGateAttention(StandardAttention):
         gates = without_autocast(self.retention)(new).mT
         return gates if inputs.state is None else torch.cat([inputs.state, gates], dim=2)
 
-    def logit_bias(
-        self, gates: Float[Tensor, "B 1 Tk"], queries: int, visibility: Visibility
-    ) -> Float[Tensor, "#B 1 #Tq #Tk"]:
-        """Bias of the gates on the logits of so many queries: zero."""
-        return gates.new_zeros(1, 1, 1, 1)
-
 
 class SelfPrunedAttention(RetentionGateAttention):
     """Gates that act on the logits of keys beyond a window, as a bias for some rows at a time.
@@ -150,7 +144,8 @@ class SelfPrunedAttention(RetentionGateAttention):
     """
 
     takes = frozenset({"bias", "softcap", "sinks"})
-    counts_positions = True
+    keeps = ()
+    caches = False
     reports_memory = True
 
     def forward(

@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heedful.eviction import MostHidden, StreamingLLM
-from heedful.eviction.selection import check_policy
 from heedful.nn import (
     HeadShape,
     LayerInputs,
-    Simplicial,
-    SimplicialAttention,
     Standard,
     StandardAttention,
 )
 from heedful.ops import Queries, Visibility
+from heedful_lab.rivals.simplicial import Simplicial, SimplicialAttention
 from helpers import layers
 from helpers.layers import SHAPE, qkvx
 from helpers.oracle import EXACT, draw
@@ -40,7 +37,7 @@ def second(module: SimplicialAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def by_loops(module, q, k, v, x, sees=lambda b, i, j: True) -> Tensor:
+def by_loops(module, q, k, v, x) -> Tensor:
     """The definition, for the last queries of all keys."""
     (more_k, more_v), config = (y.detach() for y in second(module, x)), module.config
     before = k.shape[2] - q.shape[2]
@@ -49,10 +46,9 @@ def by_loops(module, q, k, v, x, sees=lambda b, i, j: True) -> Tensor:
         i, g, weights = row + before, h // 2, {}
         for j in range(max(0, i - config.window + 1), i + 1):
             for m in range(max(0, i - config.second_window + 1), i + 1):
-                if sees(b, i, j) and sees(b, i, m):
-                    terms = zip(q[b, h, row], k[b, g, j], more_k[b, g, m], strict=True)
-                    logit = sum(float(a) * float(c) * float(d) for a, c, d in terms)
-                    weights[j, m] = math.exp(logit / 6**0.5)
+                terms = zip(q[b, h, row], k[b, g, j], more_k[b, g, m], strict=True)
+                logit = sum(float(a) * float(c) * float(d) for a, c, d in terms)
+                weights[j, m] = math.exp(logit / 6**0.5)
         total = sum(weights.values())
         for (j, m), weight in weights.items():
             out[b, h, row] += weight / total * v[b, g, j] * more_v[b, g, m]
@@ -82,21 +78,6 @@ def test_by_loops(windows, start):
     torch.testing.assert_close(module(q, k, v, inputs=inputs).output, expected, **EXACT)
     last = module(q[:, :, 4:], k, v, inputs=inputs).output
     torch.testing.assert_close(last, expected[:, :, 4:], **EXACT)
-
-
-def test_documents_and_padding_by_loops():
-    module, (q, k, v, x) = stirred(4, 3), qkvx(7)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [-1, 0, 0, 0, 0, 1, 1]])
-    padding = torch.tensor([[True] * 7, [True] * 3 + [False] + [True] * 3])
-    visibility = Visibility(documents=documents, padding=padding)
-    place = documents.where(padding, -1)
-
-    def sees(b: int, i: int, j: int) -> bool:
-        return bool(place[b, i] == place[b, j]) and bool(place[b, i] >= 0)
-
-    actual = module(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
-    torch.testing.assert_close(actual, by_loops(module, q, k, v, x, sees), **EXACT)
-    assert bool((actual[0, :, 6] == 0).all()) and bool((actual[1, :, 3] == 0).all())
 
 
 VISIBILITIES = {
@@ -135,40 +116,6 @@ def test_precisions(dtype):
     assert error < 8 * torch.finfo(dtype).eps
 
 
-def test_autocast_takes_its_own_precision():
-    module, (q, k, v, x) = stirred(30, 8).float(), (y.float() for y in qkvx(40))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = module(q, k, v, inputs=LayerInputs(input=x)).output
-    assert out.dtype == torch.bfloat16
-    plain = module(q, k, v, inputs=LayerInputs(input=x)).output
-    assert (out - plain).abs().max() < 0.1 * plain.abs().max()
-
-
-def test_only_the_windows_are_read():
-    """The newest output depends on as many tokens as the wider window has."""
-    for windows in ((9, 4), (4, 9)):
-        module, (q, k, v, x) = stirred(*windows), qkvx(30)
-        whole = module(q[:, :, -1:], k, v, inputs=LayerInputs(input=x)).output
-        assert module.window == 9
-        q, k, v, x = q[:, :, -1:], k[:, :, -9:], v[:, :, -9:], x[:, -9:]
-        out = module(q, k, v, inputs=LayerInputs(input=x)).output
-        torch.testing.assert_close(out, whole, **EXACT)
-        fewer = module(q, k[:, :, 1:], v[:, :, 1:], inputs=LayerInputs(input=x[:, 1:])).output
-        assert (fewer - whole).abs().max() > 1e-6
-
-
-def test_kept_second_keys_and_values_are_those_of_the_input():
-    module, (q, k, v, x) = stirred(9, 4), qkvx(30)
-    second_state = module.beside(LayerInputs(input=x))
-    assert second_state.shape == (2, 2, 30, 12) and module.keeps == ("second keys", "second values")
-    for actual, expected in zip(second_state.chunk(2, dim=3), second(module, x), strict=True):
-        torch.testing.assert_close(actual, expected, **EXACT)
-    whole = module(q, k, v, inputs=LayerInputs(input=x)).output
-    inputs = LayerInputs(input=x[:, -5:], beside=second_state)
-    out = module(q[:, :, -5:], k, v, inputs=inputs).output
-    torch.testing.assert_close(out, whole[:, :, -5:], **EXACT)
-
-
 def test_identity_start_is_standard_attention_with_the_first_window():
     (q, k, v, x), module = qkvx(40), layer(7, 5, start="identity")
     inputs = LayerInputs(input=x)
@@ -203,9 +150,8 @@ def test_maps_are_the_weights_of_keys_over_all_pairs():
     maps = module.maps(q[:, :, 20:], k, inputs=inputs).weights
     assert maps.shape == (2, 4, 50, 70)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 50).double(), **EXACT)
-    second_state = module.beside(inputs)
-    second_state[..., 6:] = 1
-    out = module(q, k, v, inputs=LayerInputs(input=x, beside=second_state)).output
+    module.second_value.forward = lambda x: x.new_ones(*x.shape[:2], 12)
+    out = module(q, k, v, inputs=inputs).output
     torch.testing.assert_close(maps @ v.repeat_interleave(2, 1), out[:, :, 20:], **EXACT)
 
 
@@ -235,9 +181,3 @@ def test_refused():
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name} must be its default"):
             module(q, k, v, visibility=visibility, inputs=LayerInputs(input=x))
-    with pytest.raises(
-        ValueError, match=r"StreamingLLM cannot serve SimplicialAttention.* 4 newest"
-    ):
-        check_policy(StreamingLLM(tokens=16), module, 16)
-    with pytest.raises(ValueError, match="MostHidden cannot serve SimplicialAttention"):
-        check_policy(MostHidden(tokens=16), module, 16)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import UserError, check_choice, is_whole
-from heedful.nn.layer import ALONE, Projection, ProjectionContext, parameter
+from heedful.nn.layer import parameter
 from heedful.nn.shape import HeadShape
-from heedful.nn.standard import Standard, StandardAttention
+from heedful_lab.rivals.edits import EditingLayer, Part
 
 SETS = ("A", "B", "AB")
 
@@ -54,23 +54,19 @@ class Canon:
         return CanonAttention(self, shape)
 
 
-class CanonAttention(StandardAttention):
+class CanonAttention(EditingLayer):
     """The kernels of one layer. Causal, and so of a decoder's self-attention alone."""
 
-    any_heads = False
+    caches = False
 
     def __init__(self, config: Canon, shape: HeadShape) -> None:
-        super().__init__(Standard(), shape)
+        super().__init__(shape)
         self.config = config
-        self.roles = frozenset({"decoder"})
-        self.past_inputs = config.kernel - 1
         widths = {"input": shape.hidden} if "A" in config.places else {}
-        needs = {"unprojected"} if "A" in config.places else set()
         if "B" in config.places:
             queries, keys = shape.heads * shape.dim, shape.key_heads * shape.dim
             widths |= {"q": queries, "k": keys, "v": keys}
-            needs.add("unrotated")
-        self.needs = frozenset(needs)
+        self.parts = tuple(widths)
         self.kernels = nn.ParameterDict(
             {part: parameter(width, config.kernel) for part, width in widths.items()}
         )
@@ -86,38 +82,19 @@ class CanonAttention(StandardAttention):
                 bound = self.config.kernel**-0.5
                 nn.init.uniform_(kernel, -bound, bound)
 
-    def before_projection(
-        self, x: Float[Tensor, "B T E"], tokens: ProjectionContext = ALONE
-    ) -> Float[Tensor, "B T E"]:
-        """Canon-A."""
-        return _convolved(x, self.kernels["input"], tokens)
-
-    def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
-    ) -> Float[Tensor, "B T H D"]:
-        """Canon-B."""
-        past = None if tokens.past is None else tokens.past.flatten(2)
-        flat = _convolved(x.flatten(2), self.kernels[part], tokens._replace(past=past))
-        return flat.unflatten(2, x.shape[2:])
-
-
-def _convolved(
-    x: Float[Tensor, "B T C"], kernel: Float[Tensor, "C w"], tokens: ProjectionContext
-) -> Float[Tensor, "B T C"]:
-    """The residual convolution, in the wider precision of both; sums from near to far."""
-    length, width = x.shape[1], kernel.shape[1]
-    wide = torch.promote_types(x.dtype, kernel.dtype)
-    rows = x if tokens.past is None else torch.cat([tokens.past.to(x.dtype), x], dim=1)
-    rows, kernel = rows.to(wide), kernel.to(wide)
-    out = rows[:, -length:] + rows[:, -length:] * kernel[:, -1]
-    for back in range(1, min(width, rows.shape[1])):
-        # Where too little is known before the new tokens, the first of them have no such row.
-        earlier = rows[:, max(0, rows.shape[1] - length - back) : rows.shape[1] - back]
-        if tokens.segments is not None:
-            own = tokens.segments[:, -earlier.shape[1] :]
-            other = tokens.segments[:, tokens.segments.shape[1] - back - earlier.shape[1] : -back]
-            # Not multiplied by zero: what padding holds need not be finite.
-            earlier = earlier.masked_fill((own != other)[..., None], 0)
-        product = earlier * kernel[:, -1 - back]
-        out = out + pad(product, (0, 0, length - earlier.shape[1], 0))
-    return out.to(x.dtype)
+    def edited(
+        self, part: Part, x: Float[Tensor, "B T C"], segments: Int[Tensor, "#B T"] | None = None
+    ) -> Float[Tensor, "B T C"]:
+        """The residual convolution, in the wider precision of both; sums from near to far."""
+        kernel = self.kernels[part]
+        wide = torch.promote_types(x.dtype, kernel.dtype)
+        rows, kernel = x.to(wide), kernel.to(wide)
+        out = rows + rows * kernel[:, -1]
+        for back in range(1, min(kernel.shape[1], x.shape[1])):
+            earlier = rows[:, :-back]
+            if segments is not None:
+                # Not multiplied by zero: what padding holds need not be finite.
+                other = segments[:, back:] != segments[:, :-back]
+                earlier = earlier.masked_fill(other[..., None], 0)
+            out = out + pad(earlier * kernel[:, -1 - back], (0, 0, back, 0))
+        return out.to(x.dtype)

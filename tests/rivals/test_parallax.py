@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from heedful.nn import Dex, LayerInputs, Parallax, Standard
+from heedful.nn import LayerInputs, Standard
 from heedful.ops import Visibility
+from heedful_lab.rivals.dex import Dex
+from heedful_lab.rivals.parallax import Parallax
 from helpers.layers import SHAPE, qkvx, stirred
 from helpers.oracle import EXACT, draw
 

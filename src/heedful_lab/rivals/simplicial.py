@@ -88,13 +88,11 @@ class SimplicialAttention(Layer):
     """
 
     needs = frozenset({"input"})
-    keeps = ("second keys", "second values")
-    keeps_order = True
+    caches = False
 
     def __init__(self, config: Simplicial, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config
-        self.window = max(config.window, config.second_window)
         width = shape.key_heads * shape.dim
         self.second_key = WideLinear(shape.hidden, width, bias=False)
         self.second_value = WideLinear(shape.hidden, width, bias=False)
@@ -108,16 +106,6 @@ class SimplicialAttention(Layer):
                 projection.weight.zero_()
             else:
                 nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
-
-    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B Hk T D2"]:
-        """Second keys and second values of these tokens, side by side."""
-        check_inputs(self, inputs)
-        both = [
-            projection(inputs.input).unflatten(2, (self.shape.key_heads, -1)).transpose(1, 2)
-            for projection in (self.second_key, self.second_value)
-        ]
-        offset = 1.0 if self.config.start == "identity" else 0.0
-        return torch.cat(both, dim=3) + offset
 
     def forward(
         self,
@@ -148,14 +136,18 @@ class SimplicialAttention(Layer):
         return Maps(torch.cat(parts, dim=2))
 
     def _second(self, k: Float[Tensor, "B Hk Tk D"], inputs: LayerInputs) -> tuple[Tensor, ...]:
-        """k' and v' of every key, in the keys' precision as a cache has them."""
-        second = self.beside(inputs) if inputs.beside is None else inputs.beside
-        if second.shape[2] != k.shape[2]:
+        """k' and v' of every key, in the keys' precision."""
+        check_inputs(self, inputs)
+        if inputs.input.shape[1] != k.shape[2]:
             raise UserError(
                 f"inputs.input must hold all {k.shape[2]} tokens that k has, each of which has a "
-                f"second key, got {second.shape[2]}"
+                f"second key, got {inputs.input.shape[1]}"
             )
-        return second.to(k.dtype).chunk(2, dim=3)
+        offset = 1.0 if self.config.start == "identity" else 0.0
+        return tuple(
+            (x(inputs.input).unflatten(2, (k.shape[1], -1)).transpose(1, 2) + offset).to(k.dtype)
+            for x in (self.second_key, self.second_value)
+        )
 
 
 def _check_terms(inputs: LayerInputs) -> None:

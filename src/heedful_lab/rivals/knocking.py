@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heedful.checks import UserError, check_choice
-from heedful.nn.layer import ALONE, Projection, ProjectionContext, parameter
+from heedful.nn.layer import parameter
 from heedful.nn.shape import HeadShape
-from heedful.nn.standard import Standard, StandardAttention
+from heedful_lab.rivals.edits import EditingLayer, Part
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class KnockingHeads:
     Source: Zhou et al., "Knocking-Heads Attention", arXiv 2510.23052, sections 3.2 and 3.3.
     """
 
-    parts: tuple[Projection, ...] = ("v",)
+    parts: tuple[Literal["q", "k", "v"], ...] = ("v",)
     form: Literal["linear", "mlp"] = "linear"
 
     def __post_init__(self) -> None:
@@ -52,15 +52,12 @@ class KnockingHeads:
         return KnockingHeadsAttention(self, shape)
 
 
-class KnockingHeadsAttention(StandardAttention):
+class KnockingHeadsAttention(EditingLayer):
     """The shared matrices of one layer."""
 
-    any_heads = False
-    needs = frozenset({"unrotated"})
-
     def __init__(self, config: KnockingHeads, shape: HeadShape) -> None:
-        super().__init__(Standard(), shape)
-        self.config = config
+        super().__init__(shape)
+        self.config, self.parts = config, config.parts
         names = config.parts if config.form == "linear" else ("up", "gate", "down")
         self.shared = nn.ParameterDict({name: parameter(shape.dim, shape.dim) for name in names})
         self.reset_parameters()
@@ -71,16 +68,15 @@ class KnockingHeadsAttention(StandardAttention):
         for name, matrix in self.shared.items():
             matrix.zero_() if name == "gate" else nn.init.eye_(matrix)
 
-    def before_rotation(
-        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: ProjectionContext = ALONE
-    ) -> Float[Tensor, "B T H D"]:
+    def edited(
+        self, part: Part, x: Float[Tensor, "B T C"], segments: Int[Tensor, "#B T"] | None = None
+    ) -> Float[Tensor, "B T C"]:
         """These features of every head through the matrix that all heads share."""
-        if part not in self.config.parts:
-            return x
         # Products in the wider of both precisions, so that the identity changes no bit.
         wide = torch.promote_types(x.dtype, torch.float32)
         shared = {name: matrix.to(wide) for name, matrix in self.shared.items()}
+        heads = x.to(wide).unflatten(2, (-1, self.shape.dim))
         if self.config.form == "linear":
-            return (x.to(wide) @ shared[part]).to(x.dtype)
-        opening = 2 * torch.sigmoid(x.to(wide) @ shared["gate"])
-        return ((x.to(wide) @ shared["up"] * opening) @ shared["down"]).to(x.dtype)
+            return (heads @ shared[part]).flatten(2).to(x.dtype)
+        opening = 2 * torch.sigmoid(heads @ shared["gate"])
+        return ((heads @ shared["up"] * opening) @ shared["down"]).flatten(2).to(x.dtype)
