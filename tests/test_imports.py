@@ -1,6 +1,7 @@
 """Imports go one way, and importing the package does next to no work."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -307,3 +308,12 @@ def test_every_public_name_resolves():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'heedful' has no attribute 'converts'"):
         _ = heedful.converts
+
+
+def test_the_core_is_read_in_an_afternoon():
+    """The files of the reading list are there, few and short."""
+    text = (CHECKOUT / "docs" / "architecture.md").read_text()
+    part = text.partition("## The core, in reading order")[2].partition("\n## ")[0]
+    files = [x for row in part.splitlines() for x in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(files) == len(set(files)) <= 34
+    assert sum(len((ROOT / x).read_text().splitlines()) for x in files) <= 6500
