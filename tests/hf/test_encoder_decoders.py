@@ -403,7 +403,7 @@ def test_budgets_are_of_the_self_attention(family):
 def test_what_caches_of_encoder_decoders_refuse():
     t5 = converted("t5", MTA)
     with pytest.raises(
-        ValueError, match=r"StreamingLLM cannot serve this family, .* position bias"
+        ValueError, match=r"StreamingLLM does not support this family, .* position bias"
     ):
         heedful.new_cache(t5, eviction.StreamingLLM(tokens=6, sinks=1, recent=2))
     source, target, cache = tokens(2, 11), tokens(2, 7), heedful.new_cache(t5)

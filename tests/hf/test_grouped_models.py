@@ -158,5 +158,5 @@ def test_eviction_is_refused():
     model = tiny()
     heedful.convert(model, "grouped")
     policy = heedful.eviction.StreamingLLM(tokens=16)
-    with pytest.raises(ValueError, match=r"cannot serve GroupedAttention, whose cache"):
+    with pytest.raises(ValueError, match=r"does not support GroupedAttention, whose cache"):
         heedful.new_cache(model, policy)

@@ -19,7 +19,7 @@ OPERATORS = {
     "selective": "selective",
     "differential": "differential",
 }
-REFUSED = "cannot serve this .* call: .*; impl='reference' has them all"
+REFUSED = "does not support this .* call: .*; impl='reference' has them all"
 
 
 def functions(name: str, impl: str, dtype: torch.dtype = torch.float64):

@@ -145,6 +145,6 @@ def test_every_column_that_a_row_reaches_is_in_its_blocks(visible, window):
 
 def test_what_it_does_not_serve():
     q, bias = torch.randn(1, 2, 40, 4), torch.zeros(1, 1, 40, 40)
-    message = "impl='fused' cannot serve this grouped.*a position bias is one number per token"
+    message = "impl='fused' does not support this grouped.*a position bias is one number per token"
     with pytest.raises(ValueError, match=message):
         grouped_attention(q, q, q, groups=fixed_groups(4, 40), impl="fused", bias=bias)

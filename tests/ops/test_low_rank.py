@@ -191,9 +191,11 @@ def test_what_it_does_not_serve():
     some |= {"post_conv": draw(4, 3, 5), "mix": draw(2, 2, 2)}
     some["visibility"] = Visibility(mutual=torch.zeros(1, 50, dtype=torch.int64))
     for name, value in some.items():
-        with pytest.raises(ValueError, match=rf"impl='tiled' cannot serve .* {name}.*; use conv"):
+        with pytest.raises(
+            ValueError, match=rf"impl='tiled' does not support .* {name}.*; use conv"
+        ):
             call("auto", **{name: value})(x)
-    with pytest.raises(ValueError, match=r"impl='fused' cannot serve .* of low rank"):
+    with pytest.raises(ValueError, match=r"impl='fused' does not support .* of low rank"):
         call("fused")(x)
     with pytest.raises(ValueError, match="across_keys does not go with a conv of full rank"):
         multi_token_attention(x["q"], x["k"], x["v"], conv=draw(4, 6, 11), across_keys=True)

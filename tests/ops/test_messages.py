@@ -208,7 +208,7 @@ def test_visibility(operator):
 def test_implementations(operator):
     none = operator == "differential_attention"
     reason = "it has no kernels of its own" if none else "its kernels need a GPU, and q is "
-    expected = f"impl='fused' cannot serve this {operator} call: {reason}"
+    expected = f"impl='fused' does not support this {operator} call: {reason}"
     with pytest.raises(ValueError, match=expected):
         OPERATORS[operator](Q, Q, Q, impl="fused")
     with pytest.raises(ValueError, match=r"impl must be one of auto, .*, fused, got 'flash'"):
@@ -226,16 +226,16 @@ def test_implementations(operator):
 def test_limits_of_the_fused_kernels(interpreted, changes, limit):
     options = dict(changes)
     q = options.pop("q", Q)
-    with pytest.raises(ValueError, match=f"impl='fused' cannot serve .* call: .*({limit})"):
+    with pytest.raises(ValueError, match=f"impl='fused' does not support .* call: .*({limit})"):
         multi_token_attention(q, q, q, **options, impl="fused")
     if not options:
-        with pytest.raises(ValueError, match=f"impl='fused' cannot serve .* call: .*({limit})"):
+        with pytest.raises(ValueError, match=f"impl='fused' does not support .* call: .*({limit})"):
             selective_attention(q, q, q, impl="fused")
 
 
 def test_heads_that_are_too_wide_for_the_fused_kernels(interpreted):
     wide = x(2, 4, 5, 300)
-    with pytest.raises(ValueError, match=r"impl=.fused. cannot serve .* q has head dim 300"):
+    with pytest.raises(ValueError, match=r"impl=.fused. does not support .* q has head dim 300"):
         selective_attention(wide, wide, wide, impl="fused")
 
 
@@ -279,7 +279,9 @@ def test_what_auto_takes(monkeypatch, device, capability, hip, limit, runs):
 
 
 def test_grouped_attention_has_one_shape_for_all_devices():
-    with pytest.raises(ValueError, match=r"impl='composed' cannot serve this grouped.* use auto,"):
+    with pytest.raises(
+        ValueError, match=r"impl='composed' does not support this grouped.* use auto,"
+    ):
         grouped_attention(Q, Q, Q, groups=fixed_groups(2, Q.shape[2]), impl="composed")
 
 

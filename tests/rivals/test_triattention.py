@@ -314,7 +314,7 @@ def test_the_policy_needs_its_calibration(tmp_path):
     assert not list(tmp_path.iterdir())
     assert repr(TriAttention(20, calibration=calibration)).startswith("TriAttention(tokens=20")
     convolved = converted("mta-pre")
-    with pytest.raises(ValueError, match="cannot serve MultiToken"):
+    with pytest.raises(ValueError, match="does not support MultiToken"):
         heedful.new_cache(convolved, TriAttention(20, calibration=calibrate(convolved, [tokens()])))
 
 

@@ -22,14 +22,14 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
     name = type(policy).__name__
     if layer.summarises:
         raise UserError(
-            f"eviction: {name} cannot serve {type(layer).__name__}, whose cache has summaries in "
-            "place of far tokens already; leave eviction out"
+            f"eviction: {name} does not support {type(layer).__name__}, whose cache has summaries "
+            "in place of far tokens already; leave eviction out"
         )
     if layer.past_queries and not layer.past_keys:
         raise UserError(
-            f"eviction: {name} cannot serve {type(layer).__name__} with a convolution over keys, "
-            "whose neighbours would change; give this layer None tokens (it keeps everything), or "
-            "take a mechanism without convolutions"
+            f"eviction: {name} does not support {type(layer).__name__} with a convolution over "
+            "keys, whose neighbours would change; give this layer None tokens (it keeps "
+            "everything), or take a mechanism without convolutions"
         )
     policy.check(layer)
     least = layer.newest_keys + 2

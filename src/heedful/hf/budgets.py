@@ -107,7 +107,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
         )
     try:
         policy = kind(**fields)
-        new_cache(model, policy)  # what cannot serve the model raises now
+        new_cache(model, policy)  # raises now if the model does not support it
     except (TypeError, ValueError) as error:
         raise UserError(f"budgets {path}: {error}") from None
     return policy

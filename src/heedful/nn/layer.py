@@ -64,7 +64,7 @@ class LayerInputs(NamedTuple):
     shared: what the layers of one forward pass keep for each other.
     bias: what the model's family adds to the logits that enter the softmax, `[1 or B, 1 or H, Tq,
         Tk]`: T5's relative position bias. Always handed over: a layer that does
-        not add it (`"bias" in takes`) cannot serve such a family.
+        not add it (no `"bias"` in `takes`) does not support such a family.
     softcap: where the family caps its logits (Gemma 2), the largest size of one before the bias is
         added. Handed over like the bias, to layers that cap (`"softcap" in takes`).
     sinks: where the family has them (GPT-OSS), a logit per query head in the softmax's sum alone,

@@ -28,34 +28,34 @@ def choose(
     tensors: Sequence[Tensor | None],
     uncomposed: str | None = None,
 ) -> str:
-    """The implementation to run for `impl`; asking for one that cannot serve raises.
+    """The implementation to run for `impl`; asking for one that does not support the call raises.
 
     Arguments:
         operator: name of the operator, for the message.
         impl: `"auto"`, `"reference"`, `"tiled"`, `"composed"` or `"fused"`. `auto` takes `tiled` on
             a CPU, `fused` where supported on a GPU of NVIDIA's from Ampere on, and `composed` else;
             it logs its choice once per operator.
-        unfused: why `fused` cannot serve this call, or `None` if it can; called if it matters.
+        unfused: why `fused` does not support this call, or `None` if it does; called if it matters.
         tensors: what the call may be differentiated in, first the queries.
-        uncomposed: why `composed` cannot serve this operator, or `None` if it can; then `auto`
+        uncomposed: why `composed` does not support this operator, or `None` if it does; then `auto`
             takes `tiled` on every device.
     """
     check_impl(impl)
     if impl != "reference" and _transformed(tensors):
         raise UserError(
-            f"impl={impl!r} cannot serve this {operator} call: it has gradients for .backward() "
-            "and torch.autograd.grad only, not for torch.func (grad, vjp, jvp) or forward-mode "
-            "derivatives; impl='reference' has them all"
+            f"impl={impl!r} does not support this {operator} call: it has gradients for "
+            ".backward() and torch.autograd.grad only, not for torch.func (grad, vjp, jvp) or "
+            "forward-mode derivatives; impl='reference' has them all"
         )
     if impl == "fused" and (reason := unfused()) is not None:
         raise UserError(
-            f"impl='fused' cannot serve this {operator} call: {reason}; use auto, tiled or "
+            f"impl='fused' does not support this {operator} call: {reason}; use auto, tiled or "
             "reference"
         )
     if impl == "composed" and uncomposed is not None:
         raise UserError(
-            f"impl='composed' cannot serve this {operator} call: {uncomposed}; use auto, tiled or "
-            "reference"
+            f"impl='composed' does not support this {operator} call: {uncomposed}; use auto, tiled "
+            "or reference"
         )
     if impl != "auto":
         return impl

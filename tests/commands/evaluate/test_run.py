@@ -338,7 +338,7 @@ def test_own_budgets_must_be_there(tmp_path):
     heedful.convert(model, heedful.MultiToken(conv_every=1))
     model.save_pretrained(tmp_path / "mta")
     options = NEEDLES | {"budget": ("50",), "tokenizer": "bytes"}
-    with pytest.raises(ValueError, match="mta': eviction: StreamingLLM cannot serve Multi"):
+    with pytest.raises(ValueError, match="mta': eviction: StreamingLLM does not support Multi"):
         evaluate(evaluation_of(tmp_path, str(tmp_path / "mta"), **options))
     assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before any item
 

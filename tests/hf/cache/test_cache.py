@@ -362,7 +362,7 @@ def test_caches_of_others_are_refused():
 def test_static_and_quantized_caches_are_refused_by_name(name):
     model, ids = converted(name), tokens(1, 5)
     for kind in ("static", "quantized"):
-        with pytest.raises(ValueError, match=f"cache_implementation='{kind}' is not served"):
+        with pytest.raises(ValueError, match=f"cache_implementation='{kind}' is not supported"):
             greedy(model, ids, cache_implementation=kind)
     static = StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(ValueError, match="must not be a static cache"):

@@ -376,7 +376,7 @@ def test_wrong_policies_are_refused(message):
 def test_what_a_policy_cannot_serve_is_refused():
     with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
         heedful.new_cache(converted("standard"), MostHidden(tokens=64))
-    with pytest.raises(ValueError, match="cannot serve MultiTokenAttention with a convolution"):
+    with pytest.raises(ValueError, match="does not support MultiTokenAttention with a convolution"):
         heedful.new_cache(converted("mta-everywhere"), StreamingLLM(tokens=64))
     with pytest.raises(ValueError, match="one for each of the model's 3 attention layers, got 2"):
         heedful.new_cache(converted("standard"), StreamingLLM(tokens=(64, 64)))

@@ -102,7 +102,7 @@ def test_a_family_that_fails_the_proof_is_refused():
         return out if keys is None else out + 0.1 * keys.mean(), weights
 
     attention.forward = adding
-    with pytest.raises(ValueError, match="is not proven to be served by a cache that evicts"):
+    with pytest.raises(ValueError, match="is not proven to be supported by a cache that evicts"):
         heedful.new_cache(model, StreamingLLM(tokens=16))
     assert not any(getattr(hook_of(x), "proven", None) for x in model.modules())
     heedful.new_cache(model, StreamingLLM(tokens=16), verify=False)

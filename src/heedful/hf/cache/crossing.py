@@ -169,9 +169,9 @@ class BiasedLayerCache(LayerCache):
     ) -> None:
         if budget is not None:
             raise UserError(
-                f"{type(budget.policy).__name__} cannot serve this family, which adds a position "
-                "bias for every key of the sequence in order; use heedful.new_cache(model, "
-                "eviction=False)"
+                f"{type(budget.policy).__name__} does not support this family, which adds a "
+                "position bias for every key of the sequence in order; use "
+                "heedful.new_cache(model, eviction=False)"
             )
         super().__init__(layer, sliding, meter=meter, int8=int8)
         self.window = self._room = None

@@ -39,7 +39,7 @@ class LayerCache(AttentionCache):
         int8: whether tokens are stored as int8.
 
     Raises:
-        ValueError: the policy cannot serve the layer.
+        ValueError: the policy does not support the layer.
     """
 
     parts = ("_tokens", "_queries", "_state", "_step", "counters", "dtype")

@@ -179,15 +179,15 @@ def new_cache(
             model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
         verify: prove by a few tokens, when a model that is not converted gets its first cache, that
-            its family is served exactly.
+            its family is supported exactly.
 
     Returns:
         The cache; of an encoder-decoder, an `EncoderDecoderKVCache`.
 
     Raises:
         ValueError: the policy needs a converted model, the family keeps its tokens in another way
-            or is not proven to be served, the policy cannot serve the mechanism, the dtype cannot,
-            or nothing of the model is on a CUDA device to offload from.
+            or is not proven to be supported, the policy or the dtype does not support the
+            mechanism, or nothing of the model is on a CUDA device to offload from.
     """
     int8 = is_int8(dtype)
     if offloading and "cuda" not in (devices := _device_types(model)):
@@ -332,7 +332,7 @@ def _source_layers(model: nn.Module, meter: Meter) -> list[CrossLayerCache]:
     if sorted(crossing) != list(range(len(crossing))):
         raise UserError(
             f"model: cross-attention of {type(model).__name__} stands in layers "
-            f"{sorted(crossing)} only, which a cache of heedful does not serve; use_cache=False"
+            f"{sorted(crossing)} only, which a cache of heedful does not support; use_cache=False"
         )
     return [CrossLayerCache(crossing[index], meter) for index in sorted(crossing)]
 

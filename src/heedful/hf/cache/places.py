@@ -42,7 +42,7 @@ def cache_for(
         sliding, budget, meter, int8: as of any layer's cache.
 
     Raises:
-        ValueError: the policy or the dtype cannot serve it.
+        ValueError: the policy or the dtype does not support it.
     """
     check_caches(module.heedful)
     kind = LayerCache
@@ -149,7 +149,7 @@ def _unused(part: CacheLayerMixin | None) -> bool:
 
 
 def _check_grows(part: CacheLayerMixin | None) -> None:
-    """Raise for the layers of caches that a converted model cannot serve."""
+    """Raise for the layers of caches that a converted model does not support."""
     if isinstance(part, EvictingLayer):
         raise UserError(
             "the cache was made for a model that is not converted, and this one is; make one with "

@@ -80,7 +80,7 @@ def evicting(
         as usual, there are none.
 
     Raises:
-        ValueError: the model is not converted, or the policy or the dtype cannot serve it.
+        ValueError: the model is not converted, or the policy or the dtype does not support it.
     """
     modules, peaks = attention_modules(model), Peaks()
     if not modules:

@@ -128,7 +128,7 @@ def check_static(model: nn.Module, modules: Sequence[nn.Module], policy: Evictio
         )
     if policy is not None and policy.keep_prompt:
         raise UserError(
-            f"static: {name} has keep_prompt=True, which a static cache does not serve; {without}"
+            f"static: {name} has keep_prompt=True, which a static cache does not support; {without}"
         )
     if getattr(getattr(model, "_heedful", None), "after_eviction", None) is not None:
         raise UserError(
@@ -139,7 +139,7 @@ def check_static(model: nn.Module, modules: Sequence[nn.Module], policy: Evictio
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(
             f"static: {type(model).__name__} has layers of chunked attention, which a static cache "
-            f"does not serve; {without}"
+            f"does not support; {without}"
         )
     for module in modules:
         implementation = implementation_of(module.config)

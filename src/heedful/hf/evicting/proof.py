@@ -167,7 +167,7 @@ def _compare(observe: Callable[[AttentionCall], None], agrees: list[bool], call:
 
 def _unproven(model: PreTrainedModel, reason: str) -> UserError:
     return UserError(
-        f"model: {type(model).__name__} is not proven to be served by a cache that evicts, with "
+        f"model: {type(model).__name__} is not proven to be supported by a cache that evicts, with "
         f"transformers {transformers.__version__}: {reason}. heedful.convert(model, 'standard') "
         "may serve it, or verify=False to go on without the proof"
     )

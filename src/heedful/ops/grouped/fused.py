@@ -97,7 +97,7 @@ def grouped_attention_fused(
 
 
 def unserved(q: Tensor, v: Tensor, bias: Tensor | None, groups: Groups) -> str | None:
-    """Why FlexAttention cannot serve a call, in one clause, or `None`."""
+    """Why FlexAttention does not support a call, in one clause, or `None`."""
     if bias is not None:
         return "a position bias is one number per token, and its columns are summaries too"
     if not groups.count or not q.shape[2]:

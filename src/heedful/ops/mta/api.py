@@ -235,8 +235,8 @@ def _check_flash(
         what = "a conv of low rank" if isinstance(conv, LowRank) else "across_keys"
         way = "conv.kernel() in place of conv" if isinstance(conv, LowRank) else "across_keys=False"
         raise UserError(
-            f"impl={impl!r} cannot serve this multi_token_attention call: {what} does not go with "
-            f"{', '.join(given)}; use {way}, or impl='reference'"
+            f"impl={impl!r} does not support this multi_token_attention call: {what} does not go "
+            f"with {', '.join(given)}; use {way}, or impl='reference'"
         )
 
 

@@ -81,7 +81,7 @@ def obstacle(config: "Bench", mechanism: str, impl: str, passed: str) -> str | N
     if impl == "fused":
         try:
             call(mechanism, impl, draw(config, mechanism, 16, passed))
-        except ValueError as error:  # the operator says itself what it cannot serve
+        except ValueError as error:  # the operator says itself what it does not support
             return str(error)
     return None
 
