@@ -34,7 +34,7 @@ INTRODUCTION = """# Encoder-decoder and encoder types
 
 The results of `heedful.convert` for the encoder-decoders (for `AutoModelForSeq2SeqLM`) and encoders (for `AutoModelForMaskedLM`) of transformers {version}: {counts}.
 
-**Served** means, as for [causal types](models.md): converted to `standard`, to `mta` and, if there is a decoder, to `Selective(selector="extra")`, the model has the same logits as before without a mask, with padding of the source on either side, with padding of the target, and in training mode; `generate` writes the same text with a cache and without. Where a note names part of a model's attention, the rest does not use transformers' interface and stays unchanged.
+**Supported** means, as for [causal types](models.md): converted to `standard`, to `mta` and, if there is a decoder, to `Selective(selector="extra")`, the model has the same logits as before without a mask, with padding of the source on either side, with padding of the target, and in training mode; `generate` writes the same text with a cache and without. Where a note names part of a model's attention, the rest does not use transformers' interface and stays unchanged.
 
 ```sh
 python docs/encoders.py --check
@@ -137,7 +137,7 @@ def attempt(kind: str) -> Row:
         except ValueError as error:
             if mechanism is selective and "decoder" not in where:
                 continue
-            return Row(kind, "refused", clause(error))
+            return Row(kind, "not supported", clause(error))
         except Exception as error:
             return Row(kind, "wrong", f"convert: {problem(error)}")
         where = where or next(iter(conversion.where.values()))
@@ -148,7 +148,7 @@ def attempt(kind: str) -> Row:
                 if logits.shape != before.shape or not (logits - before).abs().max() < least:
                     raise Differs(f"{name}: other logits")
         except ValueError as error:
-            return Row(kind, "refused", clause(error))
+            return Row(kind, "not supported", clause(error))
         except Exception as error:  # a difference, or a traceback: both must be seen
             return Row(kind, "wrong", f"{mechanism}: {problem(error)}")
         finally:
@@ -158,7 +158,7 @@ def attempt(kind: str) -> Row:
     missing = cannot + [name for name in every if name not in expected and name not in cannot]
     if missing:
         notes.append(f"the unconverted model cannot: {', '.join(missing)}")
-    return Row(kind, "served", "; ".join(notes))
+    return Row(kind, "supported", "; ".join(notes))
 
 
 def page(pairs: list[Row], encoders: list[Row]) -> str:

@@ -6,8 +6,8 @@ unconverted model in every way of calling it; packed documents must be those of 
 also where the unconverted model mixes them. Converted to `mta` or to selective attention with an
 extra selector, which start as the identity, the logits must be unchanged too.
 
-A type that is refused says why. A logit that differs, or a traceback, makes a type wrong, and the
-exit status 1.
+A type that is not supported says why. A logit that differs, or a traceback, makes a type wrong,
+and the exit status 1.
 
     python docs/models.py [--check] [TYPE ...]
 """
@@ -44,14 +44,14 @@ IDENTITIES = {"selective": heedful.Selective(selector="extra")}  # the published
 TOKENS = 17
 LAYERS = 3
 
-OUTCOMES = ("served", "refused", "not tried", "wrong")
-WHOLE = "Served without a note: "
+OUTCOMES = ("supported", "not supported", "not tried", "wrong")
+WHOLE = "Supported without a note: "
 INTRODUCTION = """# Model types
 
 The results of `heedful.convert` for the {types} causal model types of transformers {version}: {counts}. Every type is built with random weights from a small configuration and gets only text, also where it takes images.
 
-- **Served**: converted to `standard`, the model has the same logits as before without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`. Packed documents have the logits of separate sequences, with and without a cache or a mask. Converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too. A note names what is left out.
-- **Refused**: `convert` (or the first call) raises a `ValueError` with the reason in the note.
+- **Supported**: converted to `standard`, the model has the same logits as before without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`. Packed documents have the logits of separate sequences, with and without a cache or a mask. Converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too. A note names what is left out.
+- **Not supported**: `convert` (or the first call) raises a `ValueError` with the reason in the note.
 - **Not tried**: no small configuration builds the model.
 
 ```sh
@@ -259,7 +259,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 class Row(NamedTuple):
-    """What came of a type: served, refused, not tried or wrong; and why, or what is left out."""
+    """Outcome of a type: supported, not supported, not tried or wrong; and why, or its limits."""
 
     kind: str
     outcome: str
@@ -290,7 +290,7 @@ def attempt(kind: str) -> Row:
         try:
             conversion = heedful.convert(model, IDENTITIES.get(mechanism, mechanism))
         except ValueError as error:
-            return Row(kind, "refused", clause(error))
+            return Row(kind, "not supported", clause(error))
         except Exception as error:
             return Row(kind, "wrong", f"convert: {problem(error)}")
         try:
@@ -301,17 +301,17 @@ def attempt(kind: str) -> Row:
             conversion.revert()
         only = "" if mechanism == "standard" else f"{mechanism}: "
         if len(refused) == len(expected):
-            return Row(kind, "refused", only + next(iter(refused.values())))
+            return Row(kind, "not supported", only + next(iter(refused.values())))
         more = {name: why for name, why in refused.items() if refusals.get(name) != why}
         refusals |= refused
         notes += [only + note for note in partly(more)]
     if cannot:
         notes.append(f"the unconverted model cannot: {', '.join(cannot)}")
-    return Row(kind, "served", "; ".join(notes))
+    return Row(kind, "supported", "; ".join(notes))
 
 
 def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) -> dict[str, str]:
-    """Why ways of calling a converted model are refused; raises where logits differ."""
+    """Reasons why ways of calling a converted model raise; raises where logits differ."""
     cache, refused = caches(model), {}
     for name, way in (ways(model, ids) | packed(model, ids)).items():
         if name not in expected:
@@ -332,14 +332,14 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
 
 
 def partly(refused: dict[str, str]) -> list[str]:
-    """What a type that is served leaves out, in short, one text for each reason."""
+    """Limits of a supported type, in short, one text for each reason."""
     notes = []
     for why in dict.fromkeys(refused.values()):
         names = [name for name in refused if refused[name] == why]
         if sum(name.startswith("packed") for name in names) == 4:
             names = [name for name in names if not name.startswith("packed")]
             names.append("packed documents")
-        notes.append(f"but {', '.join(names)} refused: {why}")
+        notes.append(f"but {', '.join(names)} not supported: {why}")
     return notes
 
 
@@ -370,11 +370,11 @@ def counts(rows: list[Row]) -> str:
 
 
 def listing(rows: list[Row]) -> list[str]:
-    """A paragraph of the types served without a note, and a table: types of one note in a row."""
+    """A paragraph of the types supported without a note, and a table with one row for each note."""
     together: dict[tuple[str, str], list[str]] = {}
     for row in sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), row.kind)):
         together.setdefault((row.outcome, row.note), []).append(f"`{row.kind}`")
-    whole = together.pop(("served", ""), [])
+    whole = together.pop(("supported", ""), [])
     lines = [f"{WHOLE}{', '.join(whole)}.", ""] if whole else []
     lines += ["| types | outcome | note |", "|---|---|---|"]
     for (outcome, note), kinds in together.items():
@@ -388,7 +388,7 @@ def rows_of(text: str) -> dict[str, Row]:
     rows = []
     for line in text.splitlines():
         if line.startswith(WHOLE):
-            rows += [Row(kind, "served", "") for kind in re.findall("`([^`]+)`", line)]
+            rows += [Row(kind, "supported", "") for kind in re.findall("`([^`]+)`", line)]
         elif match := re.fullmatch(r"\| (`[^|]+`) \| ([a-z ]+) \| (.*) \|", line):
             rows += [Row(kind, match[2], match[3]) for kind in re.findall("`([^`]+)`", match[1])]
     return {row.kind: row for row in rows}

@@ -39,11 +39,11 @@ def encoders(models, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "outcome"),
     [
-        ("llama4_text", "served"),  # chunks
-        ("phimoe", "served"),  # a window that only its mask function knows
-        ("gemma2", "served"),  # soft-capped logits
-        ("doge", "refused"),
-        ("bart", "served"),  # a decoder with cross-attention
+        ("llama4_text", "supported"),  # chunks
+        ("phimoe", "supported"),  # a window that only its mask function knows
+        ("gemma2", "supported"),  # soft-capped logits
+        ("doge", "not supported"),
+        ("bart", "supported"),  # a decoder with cross-attention
     ],
 )
 def test_a_type_comes_out_as_the_page_says(models, kind, outcome):
@@ -71,7 +71,7 @@ def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):
     assert row.outcome == "wrong" and "largest difference" in row.note, row
 
 
-@pytest.mark.parametrize(("kind", "outcome"), [("t5", "served"), ("roberta", "served")])
+@pytest.mark.parametrize(("kind", "outcome"), [("t5", "supported"), ("roberta", "supported")])
 def test_an_encoder_comes_out_as_the_page_says(encoders, models, kind, outcome):
     row = encoders.attempt(kind)
     assert row.outcome == outcome, row.note
@@ -84,20 +84,20 @@ def types_on(page: str) -> list[str]:
 
 def test_types_of_one_note_share_a_row(models):
     rows = [
-        models.Row("a", "served", ""),
-        models.Row("b", "refused", "it is b or d"),
-        models.Row("c", "served", ""),
-        models.Row("d", "refused", "it is b or d"),
-        models.Row("e", "served", "but `f` only"),
+        models.Row("a", "supported", ""),
+        models.Row("b", "not supported", "it is b or d"),
+        models.Row("c", "supported", ""),
+        models.Row("d", "not supported", "it is b or d"),
+        models.Row("e", "supported", "but `f` only"),
     ]
     text = models.page(rows)
     assert text.endswith("\n".join([
-        "Served without a note: `a`, `c`.",
+        "Supported without a note: `a`, `c`.",
         "",
         "| types | outcome | note |",
         "|---|---|---|",
-        "| `e` | served | but `f` only |",
-        "| `b`, `d` | refused | it is b or d |",
+        "| `e` | supported | but `f` only |",
+        "| `b`, `d` | not supported | it is b or d |",
         "",
     ]))  # fmt: skip
     assert models.rows_of(text) == {row.kind: row for row in rows}

@@ -78,9 +78,9 @@ class ConvertedModel(OwnCacheInGenerate):
         elif implementation not in kinds and attends(self):
             raise UserError(
                 f"cache_implementation={implementation!r} is not supported by a converted model: "
-                "its cache grows (static ones do not) and keeps more than keys and values (quantized "
-                "ones do not; heedful.new_cache(model, dtype=torch.int8) quantizes); leave it "
-                "out, or 'offloaded'"
+                "its cache grows (static ones do not) and keeps more than keys and values "
+                "(quantized ones do not; heedful.new_cache(model, dtype=torch.int8) quantizes); "
+                "leave it out, or 'offloaded'"
             )
         return None
 
