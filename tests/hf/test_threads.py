@@ -86,7 +86,7 @@ def test_matrices_act_by_the_cache_of_their_own_call():
     assert torch.equal(actual, whole)  # whose matrices do not act
 
 
-@pytest.mark.parametrize("context", ["evicting", "intercept", "standing_for"])
+@pytest.mark.parametrize("context", ["evicting", "intercept", "simulate_chunks"])
 def test_a_context_is_one_thread_s(context):
     model, ids = evict_model(), tokens(1, 40)
     expected, entered, left = logits(model, ids), threading.Event(), threading.Event()
@@ -102,7 +102,7 @@ def test_a_context_is_one_thread_s(context):
         contexts = {
             "evicting": lambda: evicting(model, StreamingLLM(tokens=14)),
             "intercept": lambda: intercept(model, around),
-            "standing_for": lambda: matrices.standing_for(Calls((14, 14, 14), 8, 8)),
+            "simulate_chunks": lambda: matrices.simulate_chunks(Calls((14, 14, 14), 8, 8)),
         }
         with contexts[context]():
             results.append(logits(model, ids))

@@ -51,7 +51,7 @@ class LayerImpl(AttentionImpl[Batch]):
         self.layer = layer
         requests = get_current_vllm_config().scheduler_config.max_num_seqs
         self.rows = Rows(layer.past_queries, requests)
-        self.state, self.beside = Slots(), Slots()
+        self.state, self.extra = Slots(), Slots()
         self.input: Float[Tensor, "tokens E"] | None = None
 
     def forward(
@@ -92,15 +92,15 @@ class LayerImpl(AttentionImpl[Batch]):
         layer, page, new, size = self.layer, request.page, len(q), kv_cache.shape[2]
         room, cached = kv_cache.shape[0] * size, request.slots[: request.before]
         inputs = LayerInputs(input=None if self.input is None else self.input[None, request.new])
-        beside = layer.beside(inputs)
-        if beside is not None:
+        extra = layer.extra_cache(inputs)
+        if extra is not None:
             own, earlier = (
-                beside[0].transpose(0, 1).to(kv_cache.dtype),
-                self.beside.read(page, cached),
+                extra[0].transpose(0, 1).to(kv_cache.dtype),
+                self.extra.read(page, cached),
             )
-            self.beside.write(page, request.slots, own, room)
+            self.extra.write(page, request.slots, own, room)
             every = own if earlier is None else torch.cat([earlier, own])
-            inputs = inputs._replace(beside=every.transpose(0, 1)[None])
+            inputs = inputs._replace(extra_cache=every.transpose(0, 1)[None])
         state = self.state.read(page, cached) if layer.has_state else None
         inputs = inputs._replace(state=None if state is None else state.T[None])
         q = self.rows.join(page, request.before, q)

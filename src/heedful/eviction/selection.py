@@ -271,8 +271,8 @@ def attention_received(
         later = new - stop
         cut = k.shape[2] - later
         block = inputs.before(later, stop - start)._replace(state=state)
-        if block.beside is not None:
-            block = block._replace(beside=block.beside[:, :, :cut])
+        if block.extra_cache is not None:
+            block = block._replace(extra_cache=block.extra_cache[:, :, :cut])
         maps = layer.maps(
             q[:, :, start:stop], k[:, :, :cut], visibility=visibility.part(0, cut), scale=scale,
             inputs=block,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.files import writing_to
-from heedful.hf import budgets as beside
+from heedful.hf import budgets as saved_budgets
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
 from heedful.hf.after_eviction import AfterEviction, replace_layers_of_peft
 from heedful.hf.attention import NAME
@@ -94,7 +94,7 @@ def save_adapter(
             if dtype is not None:
                 path = Path(staging) / _PEFT[1]
                 save_file({k: x.to(dtype) for k, x in load_file(path).items()}, path)
-            (folder / beside.NAME).unlink(missing_ok=True)
+            (folder / saved_budgets.NAME).unlink(missing_ok=True)
         elif own:
             tensors = {k: p.detach().cpu().to(dtype or p.dtype) for k, p in own.items()}
             save_file({k: p.contiguous() for k, p in tensors.items()}, Path(staging) / WEIGHTS)
@@ -192,7 +192,7 @@ def load_adapter(
         elif has_low_rank(folder):
             model = _merged(model, folder)
         if budgets:
-            beside.take_budgets(folder, model)
+            saved_budgets.take_budgets(folder, model)
     except ValueError:
         if isinstance(model, ConvertedModel):
             revert(model)

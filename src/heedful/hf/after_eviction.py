@@ -148,7 +148,7 @@ class AfterEviction:
     What they add to a layer's output is multiplied by a strength between 0 and 1: twice the share
     of the sequence's tokens that is evicted before the call, on average over the layers. Padding,
     which is evicted first, does not count. In a call without a cache the strength is 0, except
-    within `standing_for`.
+    within `simulate_chunks`.
 
     The strength belongs to the forward pass. A layer that is computed again in a backward pass,
     when no forward pass is under way, takes that of the newest pass that recorded gradients.
@@ -166,7 +166,7 @@ class AfterEviction:
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
 
     @contextmanager
-    def standing_for(self, calls: Calls | None) -> Iterator[None]:
+    def simulate_chunks(self, calls: Calls | None) -> Iterator[None]:
         """Within it sequences without a cache stand for such calls."""
         outer, self.calls = self.calls, calls
         try:

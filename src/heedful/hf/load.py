@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.hf import budgets as beside
+from heedful.hf import budgets as saved_budgets
 from heedful.hf.adapter_folders import base_of, is_adapter, load_adapter
 from heedful.hf.format import FORMAT, MODEL_TYPE
 from heedful.hf.restore import read_parameters, restore
@@ -83,7 +83,7 @@ def load(
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
     restore(model, about["mechanisms"], tensors, impl, verify, convert or None, mechanisms)
     if budgets:
-        beside.take_budgets(folder, model)
+        saved_budgets.take_budgets(folder, model)
     return model
 
 

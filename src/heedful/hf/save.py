@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.files import writing_to
-from heedful.hf import budgets as beside
+from heedful.hf import budgets as saved_budgets
 from heedful.hf.fingerprints import is_of
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
 from heedful.nn import MechanismConfig, Role, to_json
@@ -122,10 +122,10 @@ def carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: 
         # LoRA has been merged into the weights that are saved.
         merged = data.get("matrices") is not None
         text = json.dumps(data | {"matrices": None}, indent=2) + "\n" if merged else own
-        (staging / beside.NAME).write_text(text)
+        (staging / saved_budgets.NAME).write_text(text)
         return
-    old = folder / beside.NAME
-    if old.is_file() and (changed or not beside.belongs(old, model)):
+    old = folder / saved_budgets.NAME
+    if old.is_file() and (changed or not saved_budgets.belongs(old, model)):
         old.unlink()
 
 

@@ -58,8 +58,8 @@ class LayerInputs(NamedTuple):
     positions: their positions, `[B or 1, T]`.
     state: what an earlier call returned as `LayerOutput.state`, for the first `Ts` keys, `[B, S,
         Ts]`; `None` at the first token.
-    beside: what `Layer.beside` gave for all keys, those of earlier calls first, `[B, S, Tk, Ds]`;
-        `None` where the call holds all tokens.
+    extra_cache: what `Layer.extra_cache` gave for all keys, those of earlier calls first, `[B, S,
+        Tk, Ds]`; `None` where the call holds all tokens.
     rotation: the rotary embedding, with the positions; `None` where the model has none.
     shared: what the layers of one forward pass keep for each other.
     bias: what the model's family adds to the logits that enter the softmax, `[1 or B, 1 or H, Tq,
@@ -83,7 +83,7 @@ class LayerInputs(NamedTuple):
     token_ids: Int[Tensor, "B T"] | None = None
     positions: Int[Tensor, "#B T"] | None = None
     state: Float[Tensor, "B S Ts"] | None = None
-    beside: Float[Tensor, "B S Tk Ds"] | None = None
+    extra_cache: Float[Tensor, "B S Tk Ds"] | None = None
     rotation: Rotation | None = None
     shared: Shared | dict | None = None
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None
@@ -152,7 +152,7 @@ class LayerOutput(NamedTuple):
 
     output: `[B, H, Tq, D]`, in the shape of the model's heads.
     state: what the next tokens need to go on from here, one number per key, `[B, S, Tk]`; `None` if
-        keys and values (and what `Layer.beside` gave) are all.
+        keys and values (and what `Layer.extra_cache` gave) are all.
     memory: per query what a memory loss adds up, `[B, Tq]`; `None` unless the layer has a `tau`.
     grouping: what is said of the groups that this layer made; `None` unless it learns them.
     """
@@ -221,7 +221,7 @@ class Layer(nn.Module):
     keys_ahead: how many later tokens' keys change what `cached_keys` makes of one.
     keeps: what must be kept per token beside K and V, by name, for the next token: first the number
         per key in `state` of `LayerOutput`, which policies need by this name (`"F"` is how strongly
-        a token is masked), then what `beside` gives.
+        a token is masked), then what `extra_cache` gives.
     keeps_first: whether the first token of a sequence must never leave a cache.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
@@ -290,7 +290,7 @@ class Layer(nn.Module):
         """True if `state` of `LayerOutput` has a number for every key, which a cache keeps."""
         return bool(self.keeps)
 
-    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
+    def extra_cache(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """State of these tokens to keep beside K and V; a cache joins it along the tokens."""
         return None
 

@@ -212,7 +212,7 @@ class SelectiveAttention(Layer):
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
         if not self.in_step(inputs):
             check_inputs(self, inputs)
-        keys = self.beside(inputs) if inputs.beside is None else inputs.beside
+        keys = self.extra_cache(inputs) if inputs.extra_cache is None else inputs.extra_cache
         query = self.query(inputs.input[:, -q.shape[2] :])
         return query.to(q.dtype)[:, None], keys.to(q.dtype)
 
@@ -225,7 +225,7 @@ class SelectiveAttention(Layer):
         parts = self._modules
         return parts["query"]._parameters["weight"], parts["key"]._parameters["weight"]
 
-    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
+    def extra_cache(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
         """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
         if self.key is None:
             return None

@@ -87,7 +87,7 @@ class EvictionInTraining:
     def evicting(self) -> Iterator[None]:
         """Within it layers attend to what their caches would have."""
         matrices = self._matrices
-        acting = nullcontext() if matrices is None else matrices.standing_for(self._calls())
+        acting = nullcontext() if matrices is None else matrices.simulate_chunks(self._calls())
         self._is_evicting = True
         try:
             with acting, intercept(self._model, StandardAround(self._layers, self._evict)):

@@ -211,7 +211,7 @@ BREAKS = {
     "pending": ("standard", None, off_by_one("pending")),
     "prompt": ("selective", None, off_by_one("prompt")),
     "length": ("standard", None, shorter),
-    "one stream": ("selective-extra", None, lambda part: shorter(part, "beside")),
+    "one stream": ("selective-extra", None, lambda part: shorter(part, "extra")),
     "a budget's length": ("standard", POLICIES[1], shorter),
     "positions": ("standard", POLICIES[1], doubled),
     "state": ("selective", None, without_one("", "_state")),

@@ -221,9 +221,9 @@ class LayerCache(AttentionCache):
         if self._reads_itself:
             self._check_unchanged(layer, k, v)
         grown = False
-        if (beside := layer.beside(inputs)) is not None:
-            grown = self._tokens.append_beside(beside.to(q.dtype), self._room)
-            inputs = inputs._replace(beside=self._tokens.beside.contents)
+        if (extra := layer.extra_cache(inputs)) is not None:
+            grown = self._tokens.append_extra(extra.to(q.dtype), self._room)
+            inputs = inputs._replace(extra_cache=self._tokens.extra.contents)
         if self.reads_positions:
             if inputs.positions is None:
                 raise UserError(
@@ -292,8 +292,8 @@ class LayerCache(AttentionCache):
         """The layer for some of the query rows, which so many later tokens follow."""
         count = self.length - later
         inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
-        if later and inputs.beside is not None:
-            inputs = inputs._replace(beside=inputs.beside[:, :, :count])
+        if later and inputs.extra_cache is not None:
+            inputs = inputs._replace(extra_cache=inputs.extra_cache[:, :, :count])
         call = call._replace(visibility=call.visibility.part(0, count), inputs=inputs)
         return self._run(layer, rows, k, v, call, later)
 
@@ -386,7 +386,7 @@ class LayerCache(AttentionCache):
     # Taking calls back.
 
     def _record(self, call: LastCall) -> None:
-        call = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
+        call = call._replace(inputs=call.inputs._replace(bias=None, extra_cache=None))
         self._undo = Undo.after(self._undo, call, self._stateful)
 
     def _undoable(self) -> int:
@@ -424,7 +424,7 @@ class LayerCache(AttentionCache):
         remaining = undo.tokens - count
         inputs = undo.call.inputs.before(count, remaining)
         visibility = self._visibility_of_cached(visibility, remaining)
-        inputs = inputs._replace(beside=self._tokens.beside.contents)
+        inputs = inputs._replace(extra_cache=self._tokens.extra.contents)
         call = LastCall(None, visibility, undo.call.scale, inputs)
         rows = self._queries.rows[:, :, -remaining:]
         return self._run_part(layer, rows, self.keys, self.values, call).state
@@ -474,7 +474,7 @@ class LayerCache(AttentionCache):
         """Bytes of the copies that there are as long as a call lasts."""
         if not self.int8:
             return 0
-        return (self._tokens.beside if self._by_heads else self._tokens).copy_nbytes
+        return (self._tokens.extra if self._by_heads else self._tokens).copy_nbytes
 
     def _tensors(self) -> list[Tensor | None]:
         return [*self._tokens.tensors, *self._tensors_aside()]

@@ -116,7 +116,7 @@ def _matrices_acting(
     matrices = getattr(getattr(model, "_heedful", None), "after_eviction", None)
     if matrices is None:
         return nullcontext()
-    return matrices.standing_for(calls_of(new_cache(model, eviction or False), whole, step))
+    return matrices.simulate_chunks(calls_of(new_cache(model, eviction or False), whole, step))
 
 
 class _Routes(NamedTuple):

@@ -19,22 +19,23 @@ class StoredTokens:
 
     Attributes:
         keys, values: as the model gave them.
-        beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
+        extra: what `Layer.extra_cache` gave, such as an own selector's keys; most mechanisms have
+            none.
         of_heads: these two.
     """
 
-    parts = ("keys", "values", "beside", "_places")
+    parts = ("keys", "values", "extra", "_places")
 
     def __init__(self, int8: bool = False) -> None:
         kind = Int8Slots if int8 else Slots
-        self.keys, self.values, self.beside = kind(), kind(), kind()
+        self.keys, self.values, self.extra = kind(), kind(), kind()
         self.of_heads: tuple[Slots | Int8Slots, ...] = (self.keys, self.values)
         self._places = Slots()
 
     @property
     def streams(self) -> tuple[Slots | Int8Slots, ...]:
         """Those that have tokens."""
-        return self.of_heads if self.beside.buffer is None else (*self.of_heads, self.beside)
+        return self.of_heads if self.extra.buffer is None else (*self.of_heads, self.extra)
 
     @property
     def positions(self) -> Int[Tensor, "B 1 n"] | None:
@@ -90,9 +91,9 @@ class StoredTokens:
         grown = self.keys.append(keys, limit)
         return self.values.append(values, limit) or grown
 
-    def append_beside(self, rows: Float[Tensor, "B S m Ds"], limit: int | None) -> bool:
+    def append_extra(self, rows: Float[Tensor, "B S m Ds"], limit: int | None) -> bool:
         """Add what the layer keeps beside keys and values of the same tokens, as above."""
-        return self.beside.append(rows, limit)
+        return self.extra.append(rows, limit)
 
     def place(self, start: int, count: int, limit: int | None) -> bool:
         """Note the positions of the newest tokens, from `start` on, as above."""
