@@ -29,7 +29,7 @@ _LAYERS = AttentionCache | EvictingLayer
 _thread = threading.local()
 
 
-def _standing() -> dict[int, "Calls"]:
+def _simulated() -> dict[int, "Calls"]:
     """The calls that sequences without a cache stand for in this thread, by whose matrices act."""
     if not hasattr(_thread, "calls"):
         _thread.calls = {}
@@ -177,14 +177,14 @@ class AfterEviction:
     @property
     def calls(self) -> Calls | None:
         """The calls that a sequence without a cache stands for in this thread, if any evicts."""
-        return _standing().get(id(self))
+        return _simulated().get(id(self))
 
     @calls.setter
     def calls(self, calls: Calls | None) -> None:
         if calls is None:
-            _standing().pop(id(self), None)
+            _simulated().pop(id(self), None)
         else:
-            _standing()[id(self)] = calls
+            _simulated()[id(self)] = calls
 
     def remove(self, model: PreTrainedModel) -> None:
         """Take the matrices out of the model."""
