@@ -94,10 +94,14 @@ def tuned() -> str:
     tasks = {task: setup for task, setup in setups().items() if task in {r.task for r in records}}
     signs = dict(zip(FACTORS, ("½ ×", "1 ×", "2 ×"), strict=True))
     body = []
-    for name in MECHANISMS:
+    trained = {r.mechanism for r in records}
+    for name in filter(trained.__contains__, MECHANISMS):
         cells = []
         for task, setup in tasks.items():
             runs = [r for r in records if (r.task, r.mechanism) == (task, name)]
+            if not runs:
+                cells.append("–")
+                continue
             rates = {run_of(r).rate / setup.hyperparameters.learning_rate for r in runs}
             marks = ", ".join(signs[rate] for rate in sorted(rates))
             mean = spread([r.value for r in runs], share=runs[0].metric in SHARES)
