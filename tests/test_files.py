@@ -52,6 +52,11 @@ def test_a_line_is_added_without_reading_the_lines_before_it(tmp_path, bytes_rea
     assert sum(bytes_read) <= 100  # the last byte tells that the last line is whole
 
 
+def test_a_line_makes_its_folder(tmp_path):
+    append_line(tmp_path / "runs" / "a.jsonl", "1")
+    assert (tmp_path / "runs" / "a.jsonl").read_text() == "1\n"
+
+
 @pytest.mark.parametrize("length", [0, 1, 4094, 4095, 4096, 4097, 70_000])
 def test_a_last_line_that_was_cut_off_is_removed_whatever_its_length(tmp_path, length, bytes_read):
     path = tmp_path / "lines.jsonl"

@@ -96,10 +96,12 @@ def write_lines(path: Path, records: Iterable[dict]) -> None:
 def append_line(path: str | Path, line: str) -> None:
     """Add one line of JSON to `path`, which has one writer at a time.
 
-    The line is on disk when this returns. Where an earlier write was cut off, its unfinished line,
-    which nobody can read, is removed with a warning; whole lines are never rewritten.
+    The folder is made where there is none, and the line is on disk when this returns. Where an
+    earlier write was cut off, its unfinished line, which nobody can read, is removed with a
+    warning; whole lines are never rewritten.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)  # or what took hours to measure would be lost
     with writing_to(path), open(path, "ab+") as file:
         tail = _unfinished_line(file)
         if _cut_off(tail):

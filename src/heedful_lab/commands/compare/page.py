@@ -121,7 +121,8 @@ def _lead(records: list[Record], rows: list[Row]) -> str:
         f"{', '.join(tasks)}",
         f"{several(len(row.seeds) for row in rows)} "
         f"seed{'s' * any(len(row.seeds) > 1 for row in rows)} each",
-        f"{several(r.steps for r in records)} steps of {several(r.batch for r in records)} sequences",
+        f"{several(r.steps for r in records)} steps of "
+        f"{several(r.batch for r in records)} sequences",
         f"models of {several(r.parameters for r in records)} parameters",
     ]
     parts += [f"on {', '.join(machines)}"] if (machines := values_of("machine")) else []
