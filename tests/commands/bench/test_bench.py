@@ -30,7 +30,8 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
     output = capsys.readouterr()
     assert output.out.count("selective") == 6
     assert (
-        "left out: selective fused forward, " in output.err and "impl='fused' does not" in output.err
+        "left out: selective fused forward, " in output.err
+        and "impl='fused' does not" in output.err
     )
 
 
