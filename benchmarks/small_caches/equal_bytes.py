@@ -33,8 +33,8 @@ from heedful_lab.commands.compare.scoring import score_rows
 from heedful_lab.commands.compare.small_caches import bf16_bytes
 from heedful_lab.records.environment import environment
 from heedful_lab.rivals.calibration import calibrate
-from heedful_lab.rivals.lowest_gate import LowestGate
 from heedful_lab.rivals.models import load
+from heedful_lab.rivals.retention import LowestGate
 from heedful_lab.rivals.triattention import TriAttention
 from heedful_lab.tasks import Task
 

@@ -36,7 +36,7 @@ def test_a_model_is_trained_and_evaluated(name, capsys):
         assert status_of(*generation) == 0
         assert type(policy_named("auto", load("run"), 20)).__name__ == "StreamingLLM"
     else:
-        assert "goes on from none; call the model with use_cache=False" in refusal(
+        assert "does not support one; call the model with use_cache=False" in refusal(
             capsys, *generation
         )
 

@@ -154,7 +154,7 @@ def test_what_has_no_cache_says_so(name):
         lambda: heedful.new_cache(model),
         lambda: heedful.new_cache(model, StreamingLLM(20)),
     ):
-        with pytest.raises(ValueError, match=r"Attention goes on from none; .* use_cache=False"):
+        with pytest.raises(ValueError, match=r"Attention does not support one; .* use_cache=False"):
             call()
     with pytest.warns(UserWarning, match="cache is not enough for this mechanism"):
         model.generate(ids, max_new_tokens=2, use_cache=True)

@@ -9,9 +9,8 @@ from heedful.eviction import CachedTokens, MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.hf.family.modules import attention_modules
 from heedful.nn import LayerInputs, Standard
-from heedful_lab.rivals.lowest_gate import LowestGate
 from heedful_lab.rivals.models import convert, load
-from heedful_lab.rivals.retention import RetentionGate
+from heedful_lab.rivals.retention import LowestGate, RetentionGate
 from helpers.cached import in_steps
 from helpers.families import logits, stir, tiny, tokens
 from helpers.layers import SHAPE, stirred

@@ -19,9 +19,8 @@ from heedful.training.trainer import LayerTrainer
 from heedful_lab.commands.policies import policy_named
 from heedful_lab.commands.train.options import Training
 from heedful_lab.commands.train.run import train_text
-from heedful_lab.rivals.lowest_gate import LowestGate
 from heedful_lab.rivals.models import load
-from heedful_lab.rivals.retention import RetentionGate
+from heedful_lab.rivals.retention import LowestGate, RetentionGate
 from helpers.families import tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 

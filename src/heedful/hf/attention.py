@@ -16,7 +16,7 @@ from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 
 ROTATION = "heedful_rotation"
-"""What a converted attention module calls its rotary embedding, where its layer needs one."""
+"""The name under which a converted attention module has its rotary embedding, if needed."""
 
 IMPLEMENTATION = "heedful_converted"
 """The attention implementation of a converted model; no checkpoint names it."""
@@ -25,7 +25,7 @@ _Layer = Layer | nn.Module
 """A layer, or what PEFT wraps around one that it saves whole."""
 
 _NAMES = {"bias": "position_bias", "sinks": "s_aux"}
-"""What families call terms of `heedful.nn.layer.Term` that they pass to their attention."""
+"""Names of families for terms of `heedful.nn.layer.Term` that they pass to their attention."""
 
 _MAPS = "output_attentions"
 _UNREAD = HARMLESS - {_MAPS}

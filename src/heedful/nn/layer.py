@@ -15,7 +15,7 @@ from heedful.ops.mta.filtered import Newest
 
 Need = Literal["input", "source", "token_ids", "positions", "rotation"]
 Term = Literal["bias", "softcap", "sinks", "dropout"]
-"""What a model's family may do to logits and weights, beside scale and mask."""
+"""Changes that a model's family may make to logits and weights, beside scale and mask."""
 TERMS: frozenset[Term] = frozenset(get_args(Term))
 
 

@@ -15,7 +15,7 @@ from heedful.eviction import Eviction
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 from heedful_lab.commands.options import CacheDtype, is_users_policy
-from heedful_lab.rivals.lowest_gate import LowestGate
+from heedful_lab.rivals.retention import LowestGate
 
 POLICIES = (*LIBRARY, LowestGate)
 """Those that commands know by name."""

@@ -21,7 +21,7 @@ METRICS = {
     "bleu": "BLEU",
     "rouge_l": "ROUGE-L",
 }
-"""What a run can be measured by, as written for a reader."""
+"""Measures of a run, as written for a reader."""
 
 HIGHER_IS_BETTER = frozenset({"fact_recall", "fact_precision", "bleu", "rouge_l"})
 """Of all others lower is better."""

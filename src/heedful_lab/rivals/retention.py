@@ -1,4 +1,4 @@
-"""A retention gate: each token says how much a cache should keep it, when it comes."""
+"""A retention gate: each token says how much a cache should keep it, when it comes; its policy."""
 
 from dataclasses import dataclass, replace
 
@@ -9,6 +9,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from heedful.checks import UserError, is_whole
+from heedful.eviction import CachedTokens, Eviction
 from heedful.nn.layer import (
     NO_INPUTS,
     LayerInputs,
@@ -232,3 +233,20 @@ class SelfPrunedAttention(RetentionGateAttention):
         """Visible keys that the gates act on."""
         near = replace(view, window=self.config.window)
         return ~near.dense(queries, gates.shape[2], gates.device)
+
+
+@dataclass(frozen=True)
+class LowestGate(Eviction):
+    """Evicts the token with the lowest retention gate; of equal ones the oldest.
+
+    It needs `RetentionGate`. A gate is set when its token comes and never changes, so a
+    token that is evicted under one budget would be under every smaller one.
+
+    Source: see `RetentionGate`.
+    """
+
+    needs = ("gate",)
+
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
+        """The gate."""
+        return cached.kept

@@ -8,7 +8,7 @@ from heedful_lab.tasks.background import Background, Count, Question, at_most, d
 from heedful_lab.tasks.stories import KINDS, OBJECTS, PEOPLE, Story, story
 
 UNWANTED = (*(f"{x} " for x in PEOPLE), *(f"the {x}" for x in OBJECTS))
-"""What no sentence of the background may say."""
+"""Words that no sentence of the background may contain."""
 
 _INSTRUCTIONS = {
     1: "People go from place to place. Say where the person is now.",

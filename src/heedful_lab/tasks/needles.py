@@ -15,7 +15,7 @@ CITIES = (
     "Warsaw", "Zagreb",
 )  # fmt: skip
 UNWANTED = ("magic number", *CITIES)
-"""What no sentence of the background may say."""
+"""Words that no sentence of the background may contain."""
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,6 @@ def unpack(old: object, packed: object, tensors: dict[str, Tensor], device: torc
     if "each" in packed:
         return {key: unpack(None, x, tensors, device) for key, x in packed["each"].items()}
     for key, x in packed["parts"].items():
-        if key not in old.parts:
-            continue  # an older version's, for mechanisms that have no cache any more
         setattr(old, key, unpack(getattr(old, key, None), x, tensors, device))
     return old
 

@@ -56,11 +56,11 @@ def cache_for(
 
 
 def check_caches(layer: Layer) -> None:
-    """Raise unless a layer goes on from a cache."""
+    """Raise unless a layer supports a cache."""
     if not layer.caches:
         raise UserError(
-            f"cache must be left out: {type(layer).__name__} goes on from none; call the model "
-            "with use_cache=False, and generate without a cache"
+            f"cache must be left out: {type(layer).__name__} does not support one; call the "
+            "model with use_cache=False, and generate without a cache"
         )
 
 

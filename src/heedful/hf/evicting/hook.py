@@ -83,7 +83,7 @@ def install(modules: dict[int, nn.Module], observed: bool) -> list[MaskColumns]:
         observed: whether their attention weights are to be read.
 
     Raises:
-        ValueError: they are, and their attention implementation is none whose weights can be.
+        ValueError: they are, and the weights of their attention implementation cannot be observed.
     """
     hooks = []
     if observed:

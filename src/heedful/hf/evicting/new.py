@@ -24,7 +24,7 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
     """The attention modules of an unconverted decoder, in order.
 
     Raises:
-        ValueError: it is none that an evicting cache serves, or the policy needs a converted one.
+        ValueError: an evicting cache does not support it, or the policy needs a converted one.
     """
     if model.config.is_encoder_decoder:
         raise UserError(

@@ -62,7 +62,7 @@ def observe(module: nn.Module) -> None:
     """Let an attention module's calls be observed; its model's own configuration stays.
 
     Raises:
-        ValueError: its attention implementation is none that can be.
+        ValueError: its attention implementation cannot be observed.
     """
     implementation = implementation_of(module.config)
     if implementation not in _NAMES:
@@ -140,7 +140,7 @@ def attention_received(
 def attention_of_each(
     call: AttentionCall, observes: int | None, real: Bool[Tensor, "B Tq"] | None
 ) -> Received:
-    """The same of a call that may be taken back: of the newest queries apart.
+    """The weights of a call that may be taken back, each of the newest queries apart.
 
     Arguments:
         call: whose weights these are.

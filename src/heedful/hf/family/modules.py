@@ -16,7 +16,7 @@ from heedful.nn import HeadShape, Layer, Role
 from heedful.nn.layer import Term
 
 NAME = "heedful"
-"""What a converted attention module calls its layer."""
+"""The name under which a converted attention module has its layer."""
 
 # What a family may pass to its attention function by name: without a say in the weights, or read.
 _PASSED = frozenset(

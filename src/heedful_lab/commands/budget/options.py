@@ -39,7 +39,7 @@ class BudgetSearch:
     adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """An adapter to open MODEL with, which is then its base; budgets.json is written into it."""
     eviction: EvictionName = "auto"
-    """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden); for
+    """Policy of eviction. auto: the tokens that are masked most (most-hidden); for
     other mechanisms all but the first and the newest (streaming-llm). Not lowest-gate."""
     loss: float = 0.5
     """Percent by which the perplexity may rise above that of the full cache."""

@@ -37,7 +37,7 @@ class Evaluation:
     """Folders of models, converted or not, or of adapters, GGUF files, smollm2, or names on the
     Hugging Face hub."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needles", "perplexity")
-    """What to ask, as above."""
+    """Tasks, as above."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/eval"
     """Folder for samples.jsonl, evaluation.json and report.html."""
     adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -47,7 +47,7 @@ class Evaluation:
     """Evaluate each model also with caches of so many tokens per layer; own: by the budgets.json
     beside it."""
     eviction: EvictionName = "auto"
-    """Which tokens are evicted under --budget, as in heedful generate."""
+    """Policy of eviction under --budget, as in heedful generate."""
     cache_dtype: CacheDtype = "auto"
     """int8: evaluate each model also with its full cache quantized; the caches of --budget are then
     quantized too."""
