@@ -10,6 +10,7 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     MechanismConfig,
+    Stream,
 )
 from heedful.nn.mechanisms import (
     NAMES,
@@ -50,6 +51,7 @@ __all__ = [
     "SelectiveAttention",
     "Standard",
     "StandardAttention",
+    "Stream",
     "TalkingHeads",
     "ablations",
     "from_json",

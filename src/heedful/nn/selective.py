@@ -17,6 +17,7 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     Step,
+    Stream,
     check_inputs,
 )
 from heedful.nn.shape import HeadShape, WideLinear
@@ -88,7 +89,7 @@ class SelectiveAttention(Layer):
     """
 
     takes = TERMS
-    keeps = ("F",)
+    streams = (Stream("F", running=True),)
     reports_memory = True
     takes_steps = True
 
@@ -105,7 +106,8 @@ class SelectiveAttention(Layer):
             dim = shape.dim if config.dim is None else config.dim
             self.query = WideLinear(shape.hidden, dim, bias=False)
             self.key = WideLinear(shape.hidden, dim, bias=False)
-            self.needs, self.keeps = frozenset({"input"}), ("F", "selector keys")
+            self.needs = frozenset({"input"})
+            self.streams = (*self.streams, Stream("selector keys"))
             self.any_heads = True
         self.reset_parameters()
 
@@ -212,9 +214,9 @@ class SelectiveAttention(Layer):
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
         if not self.in_step(inputs):
             check_inputs(self, inputs)
-        keys = self.extra_cache(inputs) if inputs.extra_cache is None else inputs.extra_cache
+        rows = self.rows(inputs) if inputs.rows is None else inputs.rows
         query = self.query(inputs.input[:, -q.shape[2] :])
-        return query.to(q.dtype)[:, None], keys.to(q.dtype)
+        return query.to(q.dtype)[:, None], rows["selector keys"].to(q.dtype)
 
     def selector_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
         """The weights of an own selector's queries and keys, `[Ds, E]` each.
@@ -225,9 +227,9 @@ class SelectiveAttention(Layer):
         parts = self._modules
         return parts["query"]._parameters["weight"], parts["key"]._parameters["weight"]
 
-    def extra_cache(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
+    def rows(self, inputs: LayerInputs) -> dict[str, Float[Tensor, "B 1 T Ds"]]:
         """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
         if self.key is None:
-            return None
+            return {}
         check_inputs(self, inputs)
-        return self.key(inputs.input)[:, None]
+        return {"selector keys": self.key(inputs.input)[:, None]}
