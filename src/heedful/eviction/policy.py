@@ -72,8 +72,9 @@ class Eviction:
             `None` stands for a layer that keeps everything.
         sinks: how many of the first tokens of a sequence are never evicted.
         recent: how many of the newest tokens are never evicted.
-        keep_prompt: never evict what the model was called with before its first step of one token;
-            `generate` knows the prompt's length, also where its last chunk has one token.
+        keep_prompt: never evict what the model was called with before its first step of one token.
+            A last chunk of one token belongs to the prompt only in `generate` of a converted model,
+            which knows the prompt's length.
 
     Attributes:
         needs: what `score` reads of the cached tokens beside their positions: `"keys"`, `"values"`,
@@ -159,3 +160,30 @@ class Eviction:
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """Score each token, `[B, n]`; the lowest are evicted first."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The policy of one layer, and its number of tokens.
+
+    Arguments:
+        policy: chooses what is evicted.
+        tokens: less than so many are cached between two calls.
+    """
+
+    policy: Eviction
+    tokens: int
+
+    def __deepcopy__(self, memo: dict) -> "Budget":
+        return self  # nothing in it changes
+
+
+def layer_budgets(policy: Eviction | None, layers: int) -> list[Budget | None]:
+    """The budget of each of so many attention layers; `None` keeps everything.
+
+    Raises:
+        ValueError: the policy has budgets for another number of layers.
+    """
+    if policy is None:
+        return [None] * layers
+    return [None if x is None else Budget(policy, x) for x in policy.budgets(layers)]

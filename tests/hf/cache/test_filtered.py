@@ -6,7 +6,7 @@ from torch import Tensor
 
 import heedful
 from heedful.eviction import H2O, TOVA, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
-from heedful.hf.cache.budget import Budget
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.filtered import FilteredKeysCache
 from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import HeadShape, LayerInputs, MultiToken

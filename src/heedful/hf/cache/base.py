@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction
-from heedful.hf.cache.budget import Budget
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.owner import Owner
@@ -318,7 +318,7 @@ class AttentionCache(CacheLayer):
         return [*self._streams.tensors, *[x.rows for x in self._tails.values()]]
 
     def _tensors_aside(self) -> list[Tensor | None]:
-        """What changes its size in every call, of these."""
+        """Those of them that change their size in every call."""
         rows = [x.rows for x in self._tails.values()]
         return [*[x.contents for x in self._numbers], *rows]
 

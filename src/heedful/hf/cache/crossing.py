@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.checks import UserError
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import QUERIES, LayerCache
 from heedful.hf.cache.rows import PastRows

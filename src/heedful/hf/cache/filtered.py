@@ -9,8 +9,8 @@ tokens stay, and stay the last ones in order.
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.eviction.policy import Budget
 from heedful.eviction.selection import KeepRules
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import LayerCache, check_unchanged
 from heedful.hf.cache.rows import PastRows

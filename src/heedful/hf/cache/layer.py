@@ -9,12 +9,13 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, selection
+from heedful.eviction.policy import Budget
 from heedful.eviction.selection import KeepRules
 from heedful.hf.cache.base import AttentionCache, check_unrecorded
-from heedful.hf.cache.budget import Budget, moves_of
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK, Slots
@@ -58,8 +59,8 @@ class LayerCache(AttentionCache):
         self._past = 0 if layer.tails.get("keys") else layer.tails.get("queries", 0)
         if self._past and self._running:
             raise UserError(
-                f"{type(layer).__name__} has a tail of queries beside a running stream, and a cache "
-                "computes earlier rows again, whose state is gone; give it a tail of keys as well, "
+                f"{type(layer).__name__} has a running stream and a tail of queries: a cache would "
+                "compute earlier rows again, whose state is gone; give it a tail of keys as well, "
                 "with which no row is computed twice"
             )
         self._index, self._keeps_first = layer.shape.layer, layer.keeps_first
@@ -247,9 +248,15 @@ class LayerCache(AttentionCache):
                 self._evict(call)
         elif self._observes or self.length >= self.budget.tokens:
             cached, rules = self._candidates(call), self._rules(call.visibility)
-            if (moves := moves_of(self.budget, cached, rules, streams.get(SCORE))) is None:
+            policy, tokens = self.budget.policy, self.budget.tokens
+            score = selection.scores(policy, cached, rules.padding)
+            if self._observes:
+                streams[SCORE].contents = score[:, None]
+            if self.length < tokens:
                 return
+            slots = selection.slots_to_evict(score, cached.positions, policy, tokens, rules)
             before = self._nbytes + (streams.copy_nbytes if self.int8 else 0)
+            moves = selection.moves(slots, self.length, rules.newest)
             if copied := streams.move(moves, self._room):
                 self._measure(most=before + copied)
 
@@ -271,6 +278,8 @@ class LayerCache(AttentionCache):
             read |= {"real": real, "layer": self._index}
             read |= {name: getattr(self, name) for name in (KEYS, VALUES) if name in needs}
         if self._observes:
+            if (last := self._streams[SCORE].contents) is not None:
+                read["score"] = pad(last[:, 0], (0, self.length - last.shape[2]))
             observes, new = policy.observes, call.queries.shape[2]
             read["queries"] = queries = new if observes is None else min(observes, new)
             read["attention"] = selection.attention_received(
@@ -281,7 +290,7 @@ class LayerCache(AttentionCache):
         return CachedTokens(positions, self.counters.total, **read)
 
     def _rules(self, visibility: Visibility) -> KeepRules:
-        """What decides beside the policy's scores."""
+        """Rules beside the policy's scores."""
         windows = tuple([x for x in (visibility.window, self.window) if x is not None])
         padding = selection.Padding.of(visibility.padding)
         counters = self.counters

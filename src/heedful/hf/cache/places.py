@@ -6,8 +6,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from heedful.checks import UserError
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.filtered import FilteredKeysCache

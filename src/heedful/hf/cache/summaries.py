@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from heedful.checks import UserError
 from heedful.eviction import selection
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.ledger import Entry, entry_of, newest_complete
 from heedful.hf.cache.owner import Reference

@@ -14,9 +14,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from heedful.checks import UserError
+from heedful.eviction.policy import Budget
 from heedful.eviction.selection import Moves
 from heedful.hf.cache.base import CacheLayer, removed
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.slots import Slots
 from heedful.hf.cache.streams import KEYS, VALUES, Streams

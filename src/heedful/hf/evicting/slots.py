@@ -17,8 +17,8 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, selection
+from heedful.eviction.policy import Budget
 from heedful.eviction.selection import KeepRules, Moves, Padding
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
 from heedful.hf.cache.streams import POSITIONS, Streams
