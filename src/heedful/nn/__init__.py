@@ -22,6 +22,7 @@ from heedful.nn.mechanisms import (
 )
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
 from heedful.nn.selective import Selective, SelectiveAttention
+from heedful.nn.selective_multi_token import SelectiveMultiToken
 from heedful.nn.shape import HeadShape, Role
 from heedful.nn.standard import LocalGlobal, Standard, StandardAttention
 
@@ -49,6 +50,7 @@ __all__ = [
     "Role",
     "Selective",
     "SelectiveAttention",
+    "SelectiveMultiToken",
     "Standard",
     "StandardAttention",
     "Stream",

@@ -15,6 +15,7 @@ from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import LayerCache, check_unchanged
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.streams import KEYS, VALUES
+from heedful.hf.cache.undo import Undo
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.mta.filtered import Newest
@@ -36,7 +37,9 @@ class FilteredKeysCache(LayerCache):
         self._layer_tails = layer.tails
         self._newest_keys, self._ahead = layer.newest_keys, layer.keys_ahead
         super().__init__(layer, sliding, budget, meter, int8)
-        self._filters = self.budget is not None or self.window is not None
+        evicts = self.budget is not None or self.window is not None
+        # A running stream lets no row be computed twice, so that keys of such a layer are final.
+        self._filters = evicts or self._running is not None
 
     def _clear(self) -> None:
         super()._clear()
@@ -98,13 +101,23 @@ class FilteredKeysCache(LayerCache):
             check_unchanged(layer, returned, (k, v), "a cache of filtered keys", way_out)
         (near, segments, keys), self._called, self._segments = self._called, None, None
         rows = self._tails[PLAIN_QUERIES].add(q, keep_all=self.record_past)
-        if self.counters.total > q.shape[2]:
+        if self.counters.total > q.shape[2] or (self._running and self.record_past):
             newest = Newest(rows, near, segments, not self._filters)
             k, inputs = keys, inputs._replace(newest=newest)
         return super().attend(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
     def _rules(self, visibility: Visibility) -> KeepRules:
         return super()._rules(visibility)._replace(newest=self._newest_keys)
+
+    def _state_anew(self, layer: Layer, undo: Undo, visibility: Visibility, remaining: int) -> None:
+        tails = (self._tails[name] for name in (PLAIN_QUERIES, PLAIN_KEYS))
+        queries, keys = (x.rows[:, :, -(x.count + remaining) :] for x in tails)
+        segments = visibility.segments()
+        segments = None if segments is None else segments[:, -keys.shape[2] :]
+        inputs = undo.call.inputs.before(undo.tokens - remaining, remaining)
+        inputs = inputs._replace(newest=Newest(queries, keys, segments, not self._filters))
+        undo = Undo(remaining, undo.call._replace(inputs=inputs))
+        super()._state_anew(layer, undo, visibility, remaining)
 
     def _undoable(self) -> int:
         return 0 if self._undo is None else min(self._undo.tokens, self.length)

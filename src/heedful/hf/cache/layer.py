@@ -299,7 +299,7 @@ class LayerCache(AttentionCache):
     # Taking calls back.
 
     def _record(self, call: LastCall) -> None:
-        call = call._replace(inputs=call.inputs._replace(bias=None, rows=None))
+        call = call._replace(inputs=call.inputs._replace(bias=None, rows=None, newest=None))
         self._undo = Undo.after(self._undo, call, self._running is not None)
 
     def _undoable(self) -> int:
