@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 from transformers import Cache
 
 from heedful.checks import UserError
-from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.masking import SelectorRows
 from heedful.hf.evicting.observing import forget, observe
 from heedful.hf.evicting.static import StaticLayer
 from heedful.hf.evicting.step import Step
@@ -63,7 +63,7 @@ class MaskColumns:
         if not isinstance(layer, EvictingLayer):
             return None
         rows = None
-        if layer.map.hiding is not None and self.selects:
+        if layer.map.mask_sums is not None and self.selects:
             rows = _rows(module, args[0] if args else kwargs["hidden_states"])
         if layer.sealed and mask is not None and mask.shape[-2] == 1:
             return args, kwargs | {"attention_mask": _static(mask, layer, rows)}

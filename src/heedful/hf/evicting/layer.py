@@ -20,7 +20,7 @@ from heedful.hf.cache.base import CacheLayer, removed
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.slots import Slots
 from heedful.hf.cache.streams import KEYS, VALUES, Streams
-from heedful.hf.evicting.hiding import SelectorRows
+from heedful.hf.evicting.masking import SelectorRows
 from heedful.hf.evicting.observing import AttentionCall, attention_of_each, attention_received
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.evicting.step import Step
@@ -198,7 +198,7 @@ class EvictingLayer(CacheLayer):
                 "made for, and reset() the cache first"
             )
         turn, self._turn = self._turn, self._turn + 1
-        if self.map.hiding is None:
+        if self.map.mask_sums is None:
             return self.map.once(turn, self.map.begin, new, real, device)
         rows, self.rows = self.rows, None
         if rows is None:

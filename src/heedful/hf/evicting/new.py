@@ -8,8 +8,8 @@ from heedful.checks import UserError
 from heedful.eviction import Eviction, Window
 from heedful.eviction.policy import Budget
 from heedful.hf.cache.counters import Meter
-from heedful.hf.evicting.hiding import Hiding
 from heedful.hf.evicting.layer import READ, EvictingLayer
+from heedful.hf.evicting.masking import MaskSums
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.evicting.static import StaticLayer, StaticMap
 from heedful.hf.family.modules import NAME, find_attention, parameter_device
@@ -97,9 +97,9 @@ def evicting_layers(
         own = budget is not None and bool(budget.policy.needs)
         key = len(layers) if own else same
         first = key not in maps
-        hiding = _hiding(module) if own and "F" in budget.policy.needs else None
+        mask_sums = _mask_sums(module) if own and "F" in budget.policy.needs else None
         kind = StaticMap if static else SlotMap
-        slot_map = maps.setdefault(key, kind(budget, window, room, hiding))
+        slot_map = maps.setdefault(key, kind(budget, window, room, mask_sums))
         kind = StaticLayer if static else EvictingLayer
         layers.append(kind(module.layer_idx, slot_map, first, meter, int8))
     if static:
@@ -171,11 +171,11 @@ def _selectors(module: nn.Module, policy: Eviction) -> Layer:
     return layer
 
 
-def _hiding(module: nn.Module) -> Hiding:
+def _mask_sums(module: nn.Module) -> MaskSums:
     """The sum F by the selectors beside a module."""
     layer = getattr(module, NAME)
     scale = getattr(module, "scaling", layer.shape.dim**-0.5)
-    return Hiding(scale, layer.keeps_first)
+    return MaskSums(scale, layer.keeps_first)
 
 
 def _check_flash(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from heedful.eviction.selection import KeepRules, Moves, Padding
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
 from heedful.hf.cache.streams import POSITIONS, Streams
-from heedful.hf.evicting.hiding import SELECTOR_KEYS, F, Hiding, SelectorRows
+from heedful.hf.evicting.masking import SELECTOR_KEYS, F, MaskSums, SelectorRows
 from heedful.hf.evicting.scores import Scores
 from heedful.hf.evicting.step import Reader, Step, in_order, interrupted
 
@@ -39,7 +39,7 @@ class SlotMap:
         budget: what is evicted when; `None` keeps all that the window shows.
         window: how far back the family's queries see; `None` for all tokens.
         slack: how many tokens more than the budget's may be cached between two evictions.
-        hiding: what adds up F, for a map of one layer whose policy reads it.
+        mask_sums: what adds up F, for a map of one layer whose policy reads it.
 
     Attributes:
         reader: the layer whose keys and values the policy reads, for a map of one layer; `None`
@@ -53,14 +53,18 @@ class SlotMap:
     """
 
     parts = (
-        "counters", "length", "holes", "record_past", "hiding", "_fresh", "_late", "_cropped",
+        "counters", "length", "holes", "record_past", "mask_sums", "_fresh", "_late", "_cropped",
         "_calls", "_streams", "_start", "scores",
     )  # fmt: skip
 
     def __init__(
-        self, budget: Budget | None, window: int | None, slack: int, hiding: Hiding | None = None
+        self,
+        budget: Budget | None,
+        window: int | None,
+        slack: int,
+        mask_sums: MaskSums | None = None,
     ) -> None:
-        self.budget, self.window, self.slack, self.hiding = budget, window, slack, hiding
+        self.budget, self.window, self.slack, self.mask_sums = budget, window, slack, mask_sums
         self.reader: Reader | None = None
         self.needs = () if budget is None else budget.policy.needs
         self.observes = budget is not None and budget.policy.observes != 0
@@ -85,13 +89,13 @@ class SlotMap:
         self._start: Int[Tensor, "#B 1"] | None = None
         self._joined: Streams | None = None  # what the newest call reads, while it does
         self.scores = Scores()  # of a policy that reads attention
-        if self.hiding is not None:
-            self.hiding.reset()
+        if self.mask_sums is not None:
+            self.mask_sums.reset()
             self._streams |= {F: Slots(), SELECTOR_KEYS: Slots()}
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        own = [] if self.hiding is None else self.hiding.tensors
+        own = [] if self.mask_sums is None else self.mask_sums.tensors
         return [*self._streams.tensors, *own, self._start, *self.scores.tensors]
 
     @property
@@ -202,7 +206,7 @@ class SlotMap:
         self._joined, self.grown = None, False
         if rows is not None:
             keys = self._streams[SELECTOR_KEYS].append(rows.keys[:, None], self.limit)
-            self.grown = self.hiding.add(rows.queries, 1 + self.slack) or keys
+            self.grown = self.mask_sums.add(rows.queries, 1 + self.slack) or keys
 
     def _write_late(self) -> None:
         """Write what is known of tokens that were only counted: their positions, and F of zero."""
@@ -213,7 +217,7 @@ class SlotMap:
         new = torch.arange(total - count, total, device=at.buffer.device)
         new = new.expand(self._rows, 1, -1)[..., None]
         self.grown = at.append(new.contiguous(), self.limit) or self.grown
-        if self.hiding is not None:
+        if self.mask_sums is not None:
             f = self._streams[F]
             new = f.buffer.new_zeros(len(f.buffer), 1, count, 1)
             self.grown = f.append(new, self.limit) or self.grown
@@ -309,7 +313,7 @@ class SlotMap:
         if rows is not None:
             queries, keys = rows
             own = queries if real is None else queries * real[..., None]
-            grown = self.hiding.add(own, 1 + self.slack)
+            grown = self.mask_sums.add(own, 1 + self.slack)
             self.grown = self.grown or (grown and not step.evicts)  # else dropped in this call
             batch, wide = len(keys), torch.promote_types(keys.dtype, torch.float32)
             f = keys.new_zeros(batch, 1, step.new, 1, dtype=wide)
@@ -387,9 +391,9 @@ class SlotMap:
         if self._start is not None:
             padding = Padding(self._read("real")[:, 0, :size, 0], self._start, by_slot=True)
         cached = CachedTokens(at, total)
-        if self.hiding is not None:
+        if self.mask_sums is not None:
             f = (self._streams if self._joined is None else self._joined)[F]
-            dropped = self.hiding.fold(f, self._read(SELECTOR_KEYS), at, total)
+            dropped = self.mask_sums.fold(f, self._read(SELECTOR_KEYS), at, total)
             self.grown = self.grown or dropped
             cached = cached._replace(number=f.contents[:, 0, :, 0])
         if self.reader is not None:
@@ -409,7 +413,7 @@ class SlotMap:
     ) -> Int[Tensor, "#B m"]:
         """The slots of the tokens to evict, by the policy's scores."""
         windows = () if self.window is None else (self.window,)
-        first = self.hiding is not None and self.hiding.keeps_first
+        first = self.mask_sums is not None and self.mask_sums.keeps_first
         policy, at = self.budget.policy, cached.positions
         prompt = self.counters.prompt if policy.keep_prompt else 0
         rules = KeepRules(cached.total, prompt, first, windows, padding)
@@ -447,8 +451,8 @@ class SlotMap:
         self._joined = None
         if count:
             self._streams.drop_last(count)
-        if self.hiding is not None:
-            self.hiding.drop_last(count)
+        if self.mask_sums is not None:
+            self.mask_sums.drop_last(count)
         self.settle(count)
         if self.holes is not None or self.length <= self._most:
             return None
@@ -474,11 +478,11 @@ class SlotMap:
         self._joined = None
         self._write_late()
         self.scores.map_batch(change)
-        if self._rows == 1 and self.hiding is None:
+        if self._rows == 1 and self.mask_sums is None:
             return
         self._streams.map_batch(change)
-        if self.hiding is not None:
-            self.hiding.map_batch(change)
+        if self.mask_sums is not None:
+            self.mask_sums.map_batch(change)
         if self._start is not None:
             self._start = change(self._start)
         if self.holes is not None and len(self.holes) > 1:

@@ -22,8 +22,8 @@ from heedful.eviction import CachedTokens, selection
 from heedful.eviction.selection import Moves, Padding
 from heedful.hf.cache.counters import Counters, Meter
 from heedful.hf.cache.slots import Slots
-from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.masking import SelectorRows
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.evicting.step import Step
 from heedful.hf.family.call import require
@@ -41,7 +41,7 @@ class Places:
     slot: that of the newest token.
     real: `True` for a token that is no padding; `None` where all are real.
     start: the position of each sequence's first real token; `None` where all are real.
-    hidden: F of each token, of policies that read it.
+    masked: F of each token, of policies that read it.
     keys: the selector's, of the same.
     """
 
@@ -51,7 +51,7 @@ class Places:
     slot: Int[Tensor, "R 1"]
     real: Bool[Tensor, "B n"] | None = None
     start: Int[Tensor, "B 1"] | None = None
-    hidden: Float[Tensor, "B n"] | None = None
+    masked: Float[Tensor, "B n"] | None = None
     keys: Float[Tensor, "B n Ds"] | None = None
 
     @property
@@ -101,9 +101,9 @@ class StaticMap(SlotMap):
             x.start.copy_(torch.minimum(x.start, own).where(real, x.start))
         if rows is not None:
             x.keys.scatter_(1, slot[..., None].expand_as(rows.keys), rows.keys)
-            x.hidden.scatter_(1, slot, 0)
+            x.masked.scatter_(1, slot, 0)
             queries = rows.queries if x.real is None else rows.queries * real[..., None]
-            x.hidden.add_(self.hiding.of(queries, x.keys, x.at, own, x.hidden.dtype))
+            x.masked.add_(self.mask_sums.of(queries, x.keys, x.at, own, x.masked.dtype))
         x.total.add_(1)
         x.count.add_(1)
 
@@ -121,7 +121,7 @@ class StaticMap(SlotMap):
         """Let the lowest tokens leave where all slots are in use; else change nothing."""
         x, reader = self.places, self.reader
         padding = None if x.real is None else Padding(x.real, x.start, by_slot=True)
-        cached = CachedTokens(x.at, x.total, number=x.hidden)
+        cached = CachedTokens(x.at, x.total, number=x.masked)
         if reader is not None:
             cached = cached._replace(
                 keys=reader.keys if "keys" in self.needs else None,
@@ -145,12 +145,12 @@ class StaticMap(SlotMap):
         rows = max([len(at), *(len(x.contents) for x in streams.values())])
         if self.reader is not None:
             rows = self.reader.batch
-        hidden = keys = real = start = None
-        if self.hiding is not None:
-            self.hiding.fold(streams["F"], streams["selector keys"].contents, at, total)
+        masked = keys = real = start = None
+        if self.mask_sums is not None:
+            self.mask_sums.fold(streams["F"], streams["selector keys"].contents, at, total)
         with torch.inference_mode(False):  # else no call outside it could change them
-            if self.hiding is not None:
-                hidden = _padded(streams["F"].contents[:, 0, :, 0], limit)
+            if self.mask_sums is not None:
+                masked = _padded(streams["F"].contents[:, 0, :, 0], limit)
                 keys = _padded(streams["selector keys"].contents[:, 0], limit)
             if self._start is not None:
                 real = _padded(streams["real"].contents[:, 0, :, 0], limit)
@@ -160,7 +160,7 @@ class StaticMap(SlotMap):
                 at.scatter_(1, self.holes.expand(rows, -1), _FREE)
             count, total = (torch.tensor(x, device=at.device) for x in (self.tokens, total))
             self.places = Places(
-                total, count, at, torch.zeros_like(at[:, :1]), real, start, hidden, keys
+                total, count, at, torch.zeros_like(at[:, :1]), real, start, masked, keys
             )
         for x in self.places.tensors:
             if x is not None:
@@ -189,8 +189,8 @@ class StaticMap(SlotMap):
         if x.real is not None:
             new["real"] = x.real.gather(1, order)[:, None, :, None]
             self._start = x.start
-        if x.hidden is not None:
-            new["F"] = x.hidden.gather(1, order)[:, None, :, None]
+        if x.masked is not None:
+            new["F"] = x.masked.gather(1, order)[:, None, :, None]
             at = order[..., None].expand(-1, -1, x.keys.shape[2])
             new["selector keys"] = x.keys.gather(1, at)[:, None]
         self.places = self.holes = None
@@ -250,7 +250,7 @@ class StaticMap(SlotMap):
         x = self.places
         if x is None:
             return super().map_batch(change)
-        own = self.reader is not None or x.hidden is not None or x.real is not None
+        own = self.reader is not None or x.masked is not None or x.real is not None
         for name, tensor in vars(x).items():
             if own and tensor is not None and tensor.ndim:
                 changed = change(tensor)

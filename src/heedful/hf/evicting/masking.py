@@ -1,6 +1,6 @@
 """F of a layer's cached tokens, from selectors that rank and mask nothing.
 
-A call leaves the selector queries of its tokens here. An eviction adds to F what all of them hide,
+A call leaves the selector queries of its tokens here. An eviction adds to F what all of them mask,
 later tokens the earlier ones, and drops them, so that none counts twice.
 """
 
@@ -24,7 +24,7 @@ class SelectorRows(NamedTuple):
     keys: Float[Tensor, "B m Ds"]
 
 
-class Hiding:
+class MaskSums:
     """The selector queries that F does not have yet.
 
     Arguments:
@@ -65,7 +65,7 @@ class Hiding:
         at: Int[Tensor, "B n"],
         total: int,
     ) -> bool:
-        r"""Add to F what the noted queries hide, and drop them.
+        r"""Add to F what the noted queries mask, and drop them.
 
         $F_j \mathrel{+}= \sum_{i > j} \max(0, q_i k_j / \sqrt{D})$
 
@@ -98,7 +98,7 @@ class Hiding:
         own: Int[Tensor, "m 1"] | Int[Tensor, ""],
         dtype: torch.dtype,
     ) -> Float[Tensor, "B n"]:
-        """The sum over queries of what each hides of the tokens before it.
+        """The sum over queries of what each masks of the tokens before it.
 
         Arguments:
             queries: at the positions `own`.
@@ -106,9 +106,9 @@ class Hiding:
             at, own: see there.
             dtype: of the sum.
         """
-        hiding = (queries @ keys.mT).to(dtype)
-        hiding.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own, 0)
-        return hiding.sum(1)
+        masked = (queries @ keys.mT).to(dtype)
+        masked.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own, 0)
+        return masked.sum(1)
 
     def drop_last(self, count: int) -> None:
         """Drop the queries of the newest tokens."""
