@@ -242,7 +242,8 @@ class MultiTokenAttention(Layer):
         # A convolved row reads the rows above it; convolved twice, those above these too.
         if not self.two_sided:
             rows = sum(size[0] - 1 for size in sizes if size is not None)
-            self.tails = {**self.tails, "queries": rows} if rows else self.tails
+            if rows:
+                self.tails = {**self.tails, "queries": rows}
         if config.input_scaling == "depth" and shape.role != "cross":
             self.input_factor = 1 - shape.depth_factor
         self.norm = None
