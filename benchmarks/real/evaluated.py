@@ -13,7 +13,7 @@ from benchmarks.parts import read_partial
 from heedful.files import write_lines
 from heedful_lab.commands.evaluate.numbers import EvaluationLine, Interval, summed_up
 from heedful_lab.commands.evaluate.page import NAME as REPORT
-from heedful_lab.commands.evaluate.run import ABOUT, SAMPLES
+from heedful_lab.commands.evaluate.store import ABOUT, SAMPLES
 from heedful_lab.records import Sample
 
 

@@ -182,9 +182,9 @@ def test_a_run_is_of_its_budgets_its_base_and_its_data(options):
     kept = {path: path.read_bytes() for path in (budgets, Path("text.txt"), weights)}
 
     def refused(words):
-        with pytest.raises(ValueError, match=rf"the folder of another run: digests\.{words}"):
+        with pytest.raises(ValueError, match=rf"the folder of another run: inputs\.{words}"):
             train_text(options, show=False)
-        with pytest.raises(ValueError, match=rf"the folder of another run: digests\.{words}"):
+        with pytest.raises(ValueError, match=rf"the folder of another run: inputs\.{words}"):
             train_text(replace(options, out="half"), show=False)
         assert (half.read_bytes(), ended.read_bytes()) == before
 
@@ -202,7 +202,7 @@ def test_a_run_is_of_its_budgets_its_base_and_its_data(options):
     about = json.loads(Path("evict/training.json").read_text())
     del about["inputs"]
     Path("evict/training.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match="was written by an older version, which noted no digests"):
+    with pytest.raises(ValueError, match="has no inputs: an older version, or another command"):
         train_text(options, show=False)
 
 

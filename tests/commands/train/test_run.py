@@ -24,6 +24,7 @@ from heedful.training.sequences import TrainingSequences, encode
 from heedful.training.trainer import LayerTrainer, parameter_groups
 from heedful_lab.commands.train.options import RECIPES, SIZES, Training
 from heedful_lab.commands.train.run import train_text
+from heedful_lab.commands.train.start import starting_point
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(1500))
 CONFIG = {
@@ -131,6 +132,15 @@ def test_a_stopped_run_goes_on_to_the_same_end(options, mechanism):
         assert not Path("run/model.safetensors").exists()
     quietly(options)
     assert same("run", "whole") and log("run") == log("whole")
+
+
+def test_a_mixture_teaches_a_new_vocabulary_its_texts(options):
+    mixture = replace(options, data=("text.txt:2", "recall:1"), out="mixture")
+    starts = [
+        starting_point(x.origin(), x.filled(), Path(x.out, "tokenizer")) for x in (options, mixture)
+    ]
+    vocabularies = [start.tokenizer.get_vocab() for start in starts]
+    assert vocabularies[0] == vocabularies[1] and len(vocabularies[0]) > 258
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(options):

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from heedful.files import write_lines, write_whole
 from heedful_lab.commands.evaluate.items import Texts, reply_room
 from heedful_lab.commands.evaluate.numbers import SHARES
 from heedful_lab.commands.evaluate.on_disk import ON_DISK, task_files
-from heedful_lab.commands.evaluate.options import LM_EVAL, Evaluation
+from heedful_lab.commands.evaluate.options import LM_EVAL
 from heedful_lab.commands.models import longest
 from heedful_lab.records import Sample
 from heedful_lab.tasks.last_words import Passage
@@ -68,21 +69,31 @@ metric_list:
 )
 
 
-def harness_names(options: Evaluation) -> list[str]:
+class Harness(NamedTuple):
+    """Tasks of lm-evaluation-harness; fields are those of `Evaluation`."""
+
+    names: list[str]
+    folders: tuple[str, ...]
+    samples: int
+    seed: int
+    batch: int
+
+
+def harness_names(tasks: Sequence[str], folders: tuple[str, ...]) -> list[str]:
     """The names behind `lm-eval:`, in order.
 
     Raises:
         ImportError: lm_eval is not installed.
         ValueError: it has no task of a name.
     """
-    words = [x.removeprefix(LM_EVAL) for x in options.tasks if x.startswith(LM_EVAL)]
+    words = [x.removeprefix(LM_EVAL) for x in tasks if x.startswith(LM_EVAL)]
     names = [name for word in words for name in word.split(",") if name]
     if not names:
         return []
-    tasks = _manager(options.lm_eval_tasks, tuple(names)).all_tasks
+    known = _manager(folders, tuple(names)).all_tasks
     for name in names:
-        if name not in tasks:
-            near = get_close_matches(name, tasks, n=3)
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise UserError(
                 f"tasks: lm-evaluation-harness has no task {name!r}{hint} (`lm_eval ls tasks` "
@@ -188,7 +199,7 @@ class HarnessResult(NamedTuple):
 
 
 def run_task(
-    options: Evaluation, harness_task: HarnessTask, model: PreTrainedModel, tokenizer
+    harness: Harness, harness_task: HarnessTask, model: PreTrainedModel, tokenizer
 ) -> HarnessResult:
     """Ask a task or a group of the harness.
 
@@ -200,14 +211,14 @@ def run_task(
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)  # without its notes about itself
     output = lm_eval.simple_evaluate(
-        whole_inputs(model, tokenizer, options.batch, harness_task.cache),
+        whole_inputs(model, tokenizer, harness.batch, harness_task.cache),
         tasks=[harness_task.name],
-        task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
-        limit=options.samples,
-        random_seed=options.seed,
-        numpy_random_seed=options.seed,
-        torch_random_seed=options.seed,
-        fewshot_random_seed=options.seed,
+        task_manager=_manager(harness.folders, tuple(harness.names)),
+        limit=harness.samples,
+        random_seed=harness.seed,
+        numpy_random_seed=harness.seed,
+        torch_random_seed=harness.seed,
+        fewshot_random_seed=harness.seed,
     )
     results = {}
     for task, measures in output["results"].items():
@@ -240,13 +251,12 @@ def _sample(harness_task: HarnessTask, task: str, about: dict) -> Sample:
     return Sample(model, cache, f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
 
 
-def export_tasks(options: Evaluation, texts: Texts, tokenizer, folder: Path) -> list[str]:
+def export_tasks(texts: Texts, tokenizer, folder: Path) -> list[str]:
     """Write our tasks for the command line of lm-evaluation-harness; returns their names.
 
     Every task is a file of samples and one that describes it; how replies are graded is ours.
 
     Arguments:
-        options: the evaluation.
         texts: questions and passages by task.
         tokenizer: by which the room for replies is counted.
         folder: made if absent; `--include_path` of `lm_eval`.
