@@ -1,72 +1,22 @@
-"""lm-evaluation-harness: its tasks on our models, and our tasks for its command line."""
+"""Tasks of lm-evaluation-harness on our models."""
 
-import json
 import logging
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from string import Template
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.data import ByteTokenizer
-from heedful.files import write_lines, write_whole
-from heedful_lab.commands.evaluate.items import Texts, reply_room
 from heedful_lab.commands.evaluate.numbers import SHARES
 from heedful_lab.commands.evaluate.on_disk import ON_DISK, task_files
 from heedful_lab.commands.evaluate.options import LM_EVAL
 from heedful_lab.commands.models import longest
 from heedful_lab.records import Sample
-from heedful_lab.tasks.last_words import Passage
-
-GRADING = "heedful_grading"
-_GRADING = '''"""How heedful grades replies; lm_eval imports this file beside its tasks."""
-
-from heedful_lab.tasks.babilong import only_label
-from heedful_lab.tasks.needles import all_found
-
-
-def needles(doc, results):
-    return {"acc": float(all_found(results[0], tuple(doc["answers"])))}
-
-
-def babilong(doc, results):
-    right = only_label(results[0], doc["answers"][0], doc["question"], doc["labels"])
-    return {"acc": float(right)}
-'''
-
-_DATA = """task: $name
-dataset_path: json
-dataset_kwargs: {data_files: {test: $file}}
-test_split: test
-metadata: {version: 1.0}
-"""
-_READ = Template(
-    _DATA
-    + """output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: "{{word}}"
-target_delimiter: ""
-metric_list:
-- {metric: perplexity, aggregation: perplexity, higher_is_better: false}
-- {metric: acc, aggregation: mean, higher_is_better: true}
-"""
-)
-_WRITTEN = Template(
-    _DATA
-    + f"""output_type: generate_until
-doc_to_text: "{{{{prompt}}}}"
-doc_to_target: "{{{{answers[0]}}}}"
-process_results: !function {GRADING}.$task
-generation_kwargs: {{until: [], max_gen_toks: $room, do_sample: false}}
-metric_list:
-- {{metric: acc, aggregation: mean, higher_is_better: true}}
-"""
-)
 
 
 class Harness(NamedTuple):
@@ -249,32 +199,3 @@ def _sample(harness_task: HarnessTask, task: str, about: dict) -> Sample:
     digest = about["doc_hash"] + about["prompt_hash"]
     model, cache = harness_task.model, harness_task.cache
     return Sample(model, cache, f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
-
-
-def export_tasks(texts: Texts, tokenizer, folder: Path) -> list[str]:
-    """Write our tasks for the command line of lm-evaluation-harness; returns their names.
-
-    Every task is a file of samples and one that describes it; how replies are graded is ours.
-
-    Arguments:
-        texts: questions and passages by task.
-        tokenizer: by which the room for replies is counted.
-        folder: made if absent; `--include_path` of `lm_eval`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{GRADING}.py", _GRADING)
-    names = []
-    for task, samples in texts.items():
-        name = f"heedful_{task.replace('-', '_')}"
-        file = (folder / f"{name}.jsonl").resolve()
-        fields = [name for name in samples[0]._fields if name not in ("key", "cell")]
-        write_lines(file, ({name: getattr(x, name) for name in fields} for x in samples))
-        about = {"name": name, "file": json.dumps(str(file)), "task": task}
-        if isinstance(samples[0], Passage):
-            form = _READ
-        else:
-            form = _WRITTEN
-            about["room"] = max(reply_room(tokenizer, x) for x in samples)
-        write_whole(folder / f"{name}.yaml", form.substitute(about))
-        names.append(name)
-    return names

