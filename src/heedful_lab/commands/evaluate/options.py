@@ -1,7 +1,7 @@
 """The options of `heedful eval`; imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -20,6 +20,25 @@ READ = ("lambada", "lambada-detokenised", "perplexity")
 ROWS = ("blocks", "assignment", "copy", "parity", "recall", "magic-numbers", "selective-copy")
 LM_EVAL = "lm-eval:"
 OWN = "own"
+
+
+class Questions(NamedTuple):
+    """Texts and lengths of the tasks; fields are those of `Evaluation`."""
+
+    tasks: tuple[str, ...]
+    samples: int
+    seed: int
+    lengths: tuple[int, ...]
+    needles: tuple[int, ...]
+    depths: tuple[float, ...]
+    queries: int
+    haystack: tuple[str, ...]
+    kinds: tuple[int, ...]
+    babi: str | None
+    lambada: str | None
+    data: tuple[str, ...]
+    length: int
+    stride: int | None
 
 
 @dataclass(frozen=True)
@@ -95,6 +114,10 @@ class Evaluation:
     """Of samples, and of the bootstrap."""
     restart: bool = False
     """Begin anew where the folder holds another evaluation."""
+
+    def questions(self) -> Questions:
+        """Texts and lengths of the tasks."""
+        return Questions(**{name: getattr(self, name) for name in Questions._fields})
 
     def __post_init__(self) -> None:
         check_literals(self)

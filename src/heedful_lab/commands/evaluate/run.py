@@ -24,7 +24,7 @@ from heedful_lab.commands.evaluate.harness import (
     harness_names,
     run_task,
 )
-from heedful_lab.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
+from heedful_lab.commands.evaluate.items import Item, check_fits, finite, items, texts
 from heedful_lab.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful_lab.commands.evaluate.store import WHOLE, AnswerStore
 from heedful_lab.commands.models import (
@@ -218,7 +218,7 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
             item.
     """
     plans: list[EvaluationPlan] = []
-    texts_by_task: Texts | None = None
+    questions, texts_by_task = options.questions(), None
     harness_names(options.tasks, options.lm_eval_tasks)  # raises
     for name in options.models:
         config, _ = configuration_of(name)
@@ -236,8 +236,8 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
         reads = any(task not in ROWS for task in options.tasks)
         tokenizer = tokenizer_named(options.tokenizer, name, part.vocab_size) if reads else None
         if texts_by_task is None:
-            texts_by_task = texts(options, lambda text, by=tokenizer: len(by.encode(text)))
-        model_items = items(options, texts_by_task, tokenizer, part.vocab_size, name)
+            texts_by_task = texts(questions, lambda text, by=tokenizer: len(by.encode(text)))
+        model_items = items(questions, texts_by_task, tokenizer, part.vocab_size, name)
         check_fits(model_items, getattr(part, "max_position_embeddings", None), name)
         source = ModelSource(
             name, options.device, options.dtype, options.adapter, options.tokenizer
