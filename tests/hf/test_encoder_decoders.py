@@ -333,10 +333,10 @@ def test_an_encoders_kernels_are_centred_over_queries():
     heedful.convert(model, MultiToken(conv_every=1))
     encoder, decoder = model.encoder.block[0].layer[0], model.decoder.block[0].layer
     assert encoder.SelfAttention.heedful.conv.shape == (4, 7, 11)
-    assert encoder.SelfAttention.heedful.past_queries == 0
+    assert not encoder.SelfAttention.heedful.tails
     for attention in (decoder[0].SelfAttention, decoder[1].EncDecAttention):
         assert attention.heedful.conv.shape == (4, 6, 11)
-        assert attention.heedful.past_queries == 10
+        assert attention.heedful.tails == {"queries": 10}
 
 
 WRONG_ROLES = {
