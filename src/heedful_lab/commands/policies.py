@@ -40,7 +40,7 @@ class EvictionChoice:
     seed: int = 0
 
     @property
-    def takes_the_model_s_own(self) -> bool:
+    def own_budgets(self) -> bool:
         """Test whether the budgets of the model's folder apply."""
         return self.budget is None and self.eviction != "none"
 

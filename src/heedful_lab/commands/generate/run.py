@@ -137,7 +137,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
 
 def _run(plan: GenerationPlan, write: Callable[[str], None]) -> Iterator[GenerationResult]:
     choice, decoding = plan.choice, plan.decoding
-    model = plan.source.open(budgets=choice.takes_the_model_s_own, convert=False)
+    model = plan.source.open(budgets=choice.own_budgets, convert=False)
     policy = choice.policy(model)
     if not isinstance(model, ConvertedModel) and needs_conversion(model, policy or None):
         replace_attention(model, "standard")

@@ -81,7 +81,7 @@ def _run(plan: InspectionPlan) -> InspectionResult:
     name, choice = plan.source.name, plan.choice
     if not plan.text:
         raise UserError("text must have at least one character, got an empty one")
-    model = plan.source.open(budgets=choice.takes_the_model_s_own)
+    model = plan.source.open(budgets=choice.own_budgets)
     if model.config.is_encoder_decoder:
         raise UserError(
             f"model {name!r} is an encoder-decoder ({model.config.model_type}), whose "

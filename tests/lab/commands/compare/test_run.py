@@ -239,17 +239,6 @@ def test_a_run_that_is_there_twice_is_named_by_its_lines(one_seed):
     assert len(results.read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"{bad", b"\xa7\x00\xff", b"[1]"])
-def test_a_damaged_config_is_named_with_a_way_out(one_seed, content):
-    out, _ = one_seed
-    (out / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"out/config\.json is damaged .*; choose another folder"):
-        compare(PARITY, out)
-    (out / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"holds .* and no config\.json, so no run"):
-        compare(PARITY, out)
-
-
 def test_a_damaged_model_costs_its_pictures_alone(one_seed):
     out, records = one_seed
     whole = (out / "report.html").read_text()

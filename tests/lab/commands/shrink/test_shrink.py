@@ -161,15 +161,7 @@ def test_what_cannot_be_had_is_one_line(here, capsys, more, message):
     assert not Path("runs").exists()
 
 
-def test_models_with_a_mechanism_and_folders_of_others_are_refused(here):
+def test_a_model_with_a_mechanism_is_refused(here):
     shrink(options(train="none", ratio=3, out="small"))
     with pytest.raises(ValueError, match="has a mechanism already; name the model that it"):
         shrink(replace(options(train="none", out="again"), model="small"))
-    Path("full").mkdir()
-    Path("full/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes\.txt and no shrink\.json"):
-        shrink(options(out="full"))
-    assert [x.name for x in Path("full").iterdir()] == ["notes.txt"]
-    Path("small/shrink.json").write_text("{")
-    with pytest.raises(ValueError, match=r"shrink\.json is damaged"):
-        shrink(options(train="none", ratio=3, out="small"))

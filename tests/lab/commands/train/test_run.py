@@ -164,11 +164,6 @@ def test_another_run_s_folder_is_refused_by_what_differs(options):
         quietly(replace(options, save_minutes=1.0))
     with pytest.raises(ValueError, match=r"folder of another run: steps was 12 and is 13 now"):
         quietly(replace(options, steps=13))
-    Path("else").mkdir()
-    Path("else/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes\.txt and no training\.json"):
-        quietly(replace(options, out="else"))
-    assert os.listdir("else") == ["notes.txt"]
 
 
 def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(options, monkeypatch):
