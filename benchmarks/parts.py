@@ -13,11 +13,20 @@ from heedful_lab.tasks import TASKS, Task
 ROOT = Path(__file__).parent.parent
 
 
-def command_line(doc: str) -> argparse.ArgumentParser:
-    """The command line of a script with this docstring, which writes into `--out`."""
+def command_line(doc: str, *, new: bool = False) -> argparse.ArgumentParser:
+    """The command line of a script with this docstring, which writes into `--out`.
+
+    new: refuse a file that is there.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=_new_file if new else Path, required=True)
     return parser
+
+
+def _new_file(word: str) -> Path:
+    if Path(word).exists():
+        raise argparse.ArgumentTypeError(f"{word} is there already; name another file")
+    return Path(word)
 
 
 def positive(word: str) -> int:

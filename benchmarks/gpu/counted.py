@@ -118,10 +118,8 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, new=True)
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     for name, shape in SHAPES.items():
         for mechanism, call in calls(shape).items():
             with Counter() as counter:

@@ -40,11 +40,9 @@ def share(tokens: int) -> float:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, new=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384])
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     wrong = [n for n in options.lengths if n < ROWS or n % ROWS]
     if wrong:
         parser.error(f"--lengths must be multiples of {ROWS}, got {wrong[0]}")

@@ -36,15 +36,13 @@ NEWEST, FIRST = 8, 4  # kept by every policy, and not counted
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, new=True)
     parser.add_argument("model", help="an adapter's folder")
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=3, help="books")
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     model = open_model(options.model, budgets=False)
     tokenizer = open_tokenizer(None, options.model, model)
     counts: dict[tuple[int, str, str], list[int]] = {}

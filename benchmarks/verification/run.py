@@ -55,12 +55,10 @@ def measure(name: str, rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, new=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args()
-    if options.out.exists():
-        raise ValueError(f"out: {options.out} is there already; name another file")
     records = []
     for name in options.models:
         records.append(measure(name, options.rounds) | {"environment": environment()})
