@@ -13,6 +13,29 @@ from heedful_lab.tasks import TASKS, Task
 ROOT = Path(__file__).parent.parent
 
 
+def command_line(doc: str, *, new: bool = False) -> argparse.ArgumentParser:
+    """The command line of a script with this docstring, which writes into `--out`.
+
+    new: refuse a file that is there.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--out", type=_new_file if new else Path, required=True)
+    return parser
+
+
+def _new_file(word: str) -> Path:
+    if Path(word).exists():
+        raise argparse.ArgumentTypeError(f"{word} is there already; name another file")
+    return Path(word)
+
+
+def positive(word: str) -> int:
+    """A whole number of at least 1, as the type of an option."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {word}")
+    return int(word)
+
+
 def add_task_options(parser: argparse.ArgumentParser, default: str) -> None:
     """The options of a study that reads sequences of `text` or `recall`."""
     parser.add_argument("--task", choices=("text", "recall"), default=default)

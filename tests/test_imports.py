@@ -45,7 +45,7 @@ LAB_MAY_IMPORT = {
     "tasks": COMPUTING
     | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}
     | {"heedful_lab.tasks", "heedful.data", "heedful.checks"},
-    "records": {"torch", "heedful_lab.records", "heedful.checks", "heedful.files"},
+    "records": {"torch", "heedful_lab.records", "heedful.training.checkpoints"} | FILES_OF_ALL,
     "rivals": COMPUTING
     | {"transformers", "safetensors", "heedful_lab.rivals", "heedful.papers"}
     | LIBRARY

@@ -12,7 +12,6 @@ the file already is not trained again, and a run that was killed goes on where i
 at a time writes a file.
 """
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from benchmarks.parts import command_line
 from heedful.files import only_writer
 from heedful_lab.commands.compare.one_model import Diverged, train
 from heedful_lab.commands.compare.scratch import (
@@ -53,11 +53,10 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("tasks", nargs="+", choices=[*setups()], metavar="TASK")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=MECHANISMS)
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if not 1 <= args.seeds <= TRIED_WITH:
         parser.error(f"--seeds must be from 1 to {TRIED_WITH}, got {args.seeds}")

@@ -11,12 +11,12 @@ import argparse
 import copy
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import heedful
+from benchmarks.parts import command_line
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.files import write_lines
 from heedful.hf.versions import cache_argument
@@ -29,7 +29,7 @@ CHUNK = 64  # tokens of a prompt at a time, where a budget holds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, new=True)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
     parser.add_argument("--hidden", type=int, default=512)
@@ -37,14 +37,10 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=8, help="decoded per round")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.out is not None and args.out.exists():
-        raise SystemExit(f"{args.out} is there already; name another file")
     records = [record for context in args.contexts for record in measure(args, context)]
-    if args.out is not None:
-        about = environment()
-        write_lines(args.out, [record | {"environment": about} for record in records])
+    about = environment()
+    write_lines(args.out, [record | {"environment": about} for record in records])
 
 
 @torch.no_grad()

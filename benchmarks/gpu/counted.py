@@ -7,11 +7,9 @@ time beside them is an estimate from both and from published figures of an H100.
     python -m benchmarks.gpu.counted --out benchmarks/gpu/results/counted.jsonl
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.parts import command_line
 from heedful.files import append_line
 from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.mta import tiled as mta
@@ -119,11 +118,8 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_line(__doc__, new=True)
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     for name, shape in SHAPES.items():
         for mechanism, call in calls(shape).items():
             with Counter() as counter:

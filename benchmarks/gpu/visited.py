@@ -6,12 +6,11 @@ on a CPU, for one sequence of 16 heads of 128 normal numbers and tiles as in the
     python -m benchmarks.gpu.visited --out benchmarks/gpu/results/visited.jsonl
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 
+from benchmarks.parts import command_line
 from heedful.files import append_line
 from heedful.ops.common.tiles import row_blocks
 from heedful.ops.selective.fused.flash import weight_limit, weightless
@@ -41,12 +40,9 @@ def share(tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, new=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384])
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     wrong = [n for n in options.lengths if n < ROWS or n % ROWS]
     if wrong:
         parser.error(f"--lengths must be multiples of {ROWS}, got {wrong[0]}")

@@ -7,15 +7,13 @@ of a fresh one each.
     python -m benchmarks.grouped.cost --out benchmarks/grouped/results/grouped-cost-cpu.jsonl
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.parts import ROOT
+from benchmarks.parts import ROOT, command_line
 from heedful.files import write_lines
 from heedful.ops.grouped import fixed_groups, grouped_attention, summarise
 from heedful.ops.grouped.neighbourhood import score_pairs
@@ -26,17 +24,13 @@ HEADS, DIM, SIZE, WINDOW = 8, 64, 16, 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, new=True)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 8192, 32768])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.out is not None and args.out.exists():
-        raise SystemExit(f"{args.out} is there already; name another file")
     records = [record for tokens in args.tokens for record in measure(tokens, args.rounds)]
-    if args.out is not None:
-        about = environment()
-        write_lines(args.out, [record | {"environment": about} for record in records])
+    about = environment()
+    write_lines(args.out, [record | {"environment": about} for record in records])
 
 
 def ways(tokens: int) -> dict[str, Callable[[torch.Tensor, ...], torch.Tensor]]:

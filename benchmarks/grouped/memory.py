@@ -9,16 +9,14 @@ processor time of three of them, which other work on the machine disturbs little
 What is in the file already is not measured again.
 """
 
-import argparse
 import json
 import time
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.grouped.run import PAIRS, ROWS, hyperparameters_of, mechanisms, paired_mechanisms
-from benchmarks.parts import ROOT, read_partial
+from benchmarks.parts import ROOT, command_line, read_partial
 from heedful.files import append_line
 from heedful.testing import peak_memory_mib
 from heedful_lab.commands.compare.scratch import Size, from_scratch
@@ -27,9 +25,8 @@ from heedful_lab.tasks import TASKS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("tasks", nargs="+", choices=(*ROWS, *PAIRS))
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ scratch at this size can begin with the weights of a model that has learnt it (`
 A run that ended early goes on with the next model that is not in the file.
 """
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 import heedful
-from benchmarks.parts import read_partial
+from benchmarks.parts import command_line, read_partial
 from heedful import Grouped
 from heedful.files import append_line
 from heedful.nn import MechanismConfig, Selective, Standard, to_json
@@ -78,14 +77,13 @@ def paired_mechanisms(task: Task, kind: str) -> dict[str, MechanismConfig]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("task", choices=(*ROWS, *PAIRS))
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--start", type=Path, help="folder of a trained model to begin with")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--only", nargs="+", help="names of mechanisms; default all")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data))
     hyperparameters = replace(hyperparameters_of(task), steps=args.steps or task.recipe.steps)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.parts import check_same, read_partial
+from benchmarks.parts import check_same, command_line, positive, read_partial
 from benchmarks.real.chats import prompts
 from benchmarks.real.run import HIDING, POLICIES, eviction_of
 from heedful.files import append_line
@@ -33,27 +33,21 @@ CHOICES = sorted({*POLICIES, *HIDING} - {"triattention"})  # which needs a calib
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("base", help="MODEL that judges, with a chat template")
     parser.add_argument("models", nargs="*", help="MODEL or an adapter's folder; default: the base")
     parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
-    parser.add_argument("--conversations", type=int, default=10)
-    parser.add_argument("--words", type=int, nargs=2, default=(300, 560), help="of a passage")
-    parser.add_argument("--reply-tokens", type=int, default=96)
+    parser.add_argument("--conversations", type=positive, default=10)
+    parser.add_argument("--words", type=positive, nargs=2, default=(300, 560), help="of a passage")
+    parser.add_argument("--reply-tokens", type=positive, default=96)
     parser.add_argument("--policies", nargs="+", choices=CHOICES, default=[])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[128])
     parser.add_argument("--cache-dtype", choices=("auto", "int8"), default="auto")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not any(options.books.glob("*.txt")):
         raise SystemExit(f"--books {options.books}: there is no .txt file in this folder")
-    least, most = options.words
-    if min(options.conversations, options.reply_tokens, least, *options.tokens) < 1 or least > most:
-        parser.error(
-            "--conversations, --reply-tokens, --tokens and both of --words must be at least 1, and "
-            f"--words in ascending order, got {options.conversations}, {options.reply_tokens}, "
-            f"{options.tokens} and {options.words}"
-        )
+    if options.words[0] > options.words[1]:
+        parser.error(f"--words must be in ascending order, got {options.words}")
     try:
         base = open_model(options.base, budgets=False)
         vocabulary = open_tokenizer(None, options.base, base).get_vocab()

@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from benchmarks.parts import command_line, positive
 from benchmarks.real.run import eviction_of
 from heedful import stock_model
 from heedful.files import write_lines
@@ -54,23 +54,19 @@ class Prompts(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of the longest prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="of each layer on average")
+    parser.add_argument(
+        "--length", type=positive, default=2048, help="tokens of the longest prompt"
+    )
+    parser.add_argument("--tokens", type=positive, default=256, help="of each layer on average")
     parser.add_argument("--slack", type=int, default=32)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--decoded", type=int, default=8, help="tokens per request and round")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--chunk", type=positive, default=256)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--decoded", type=positive, default=8, help="tokens per request and round")
     options = parser.parse_args()
-    for name in ("length", "tokens", "chunk", "rounds", "decoded"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if min(options.requests) < 1:
-        parser.error(f"--requests must be at least 1, got {min(options.requests)}")
     about = environment()
     write_lines(options.out, [line | {"environment": about} for line in measure(options)])
 

@@ -5,10 +5,9 @@ A few thousand tokens are enough, of whatever text. The file fits this model alo
     python -m benchmarks.real.calibrate smollm2 --data books-train --out calibration.safetensors
 """
 
-import argparse
 import hashlib
-from pathlib import Path
 
+from benchmarks.parts import command_line, positive
 from heedful_lab.commands.budget.rows import read_rows
 from heedful_lab.commands.models import open_model, open_tokenizer
 from heedful_lab.records.environment import environment
@@ -16,16 +15,12 @@ from heedful_lab.rivals.calibration import calibrate, write_calibration
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("model", help="MODEL, whose layers have a rotary embedding")
     parser.add_argument("--data", nargs="+", required=True, help="text files, or folders of them")
-    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--rows", type=int, default=8, help="sequences")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--length", type=positive, default=1024, help="tokens per sequence")
+    parser.add_argument("--rows", type=positive, default=8, help="sequences")
     options = parser.parse_args()
-    for name in ("length", "rows"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     model = open_model(options.model, budgets=False)
     tokenizer = open_tokenizer(None, options.model, model)
     ids = read_rows(tuple(options.data), tokenizer, options.length, options.rows).ids

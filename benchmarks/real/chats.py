@@ -5,13 +5,13 @@ Books alone do not teach selectors what an instruction or the chat template's to
     python -m benchmarks.real.chats smollm2 --books books-train --out chats.jsonl
 """
 
-import argparse
 import random
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from benchmarks.parts import command_line
 from heedful import stock_model, stock_tokenizer
 from heedful.files import write_lines
 
@@ -34,14 +34,13 @@ AFTER = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("model", help="MODEL with a chat template")
     parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
     parser.add_argument("--conversations", type=int, default=96)
     parser.add_argument("--words", type=int, nargs=2, default=(80, 560), help="of a passage")
     parser.add_argument("--reply-tokens", type=int, default=110)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     model, tokenizer = stock_model(options.model), stock_tokenizer(options.model)
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token

@@ -5,22 +5,20 @@
 Several folders are one evaluation, as where models have caches that need different options.
 """
 
-import argparse
 import json
 from pathlib import Path
 
-from benchmarks.parts import read_partial
+from benchmarks.parts import command_line, read_partial
 from heedful.files import write_lines
 from heedful_lab.commands.evaluate.numbers import EvaluationLine, Interval, summed_up
 from heedful_lab.commands.evaluate.page import NAME as REPORT
-from heedful_lab.commands.evaluate.run import ABOUT, SAMPLES
+from heedful_lab.commands.evaluate.store import ABOUT, SAMPLES
 from heedful_lab.records import Sample
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="the --out of heedful eval")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     samples, where = [], {}
     for folder in options.folders:

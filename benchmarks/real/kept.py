@@ -8,7 +8,6 @@ others.
         --out benchmarks/real/results/kept-cpu.jsonl
 """
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from benchmarks.parts import command_line
 from benchmarks.real.run import rows
 from heedful.eviction import MostHidden
 from heedful.files import append_line
@@ -36,16 +36,13 @@ NEWEST, FIRST = 8, 4  # kept by every policy, and not counted
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, new=True)
     parser.add_argument("model", help="an adapter's folder")
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=3, help="books")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     model = open_model(options.model, budgets=False)
     tokenizer = open_tokenizer(None, options.model, model)
     counts: dict[tuple[int, str, str], list[int]] = {}

@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from benchmarks.parts import command_line
 from benchmarks.real.run import rows
 from heedful.files import write_lines
 from heedful.hf.look import LayerLook, look_into
@@ -43,16 +44,13 @@ NEAR = 32  # distances of one token each; behind them every bin is twice as long
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, new=True)
     parser.add_argument("models", nargs="+", help="an adapter's folder or a converted model")
     parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--queries", type=int, default=256, help="at the end of every text")
     parser.add_argument("--rows", type=int, default=10, help="books, at most")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if options.out.exists():
-        parser.error(f"{options.out} is there already")
     if not 0 < options.queries < options.length:
         parser.error(f"--queries must be 1 to {options.length - 1}, got {options.queries}")
     lines = []

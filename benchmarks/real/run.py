@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.parts import read_partial
+from benchmarks.parts import command_line, read_partial
 from heedful.eviction import Eviction
 from heedful.files import append_line
 from heedful.hf.adapter_folders import is_adapter
@@ -54,7 +54,7 @@ SKIPPED = 4000  # characters at the beginning of a book: title, licence, content
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("models", nargs="+", help="MODEL or an adapter's folder")
     parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
     parser.add_argument("--length", type=int, default=1024)
@@ -68,7 +68,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10, help="books for perplexity, at most")
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
     parser.add_argument("--numbers", type=int, default=1, help="in a book; one of them is queried")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not any(options.books.glob("*.txt")):
         raise SystemExit(f"--books {options.books}: there is no .txt file in this folder")

@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from benchmarks.parts import command_line, positive
 from benchmarks.real.run import eviction_of
 from heedful import stock_model
 from heedful.files import write_lines
@@ -49,22 +49,18 @@ class Way(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
     parser.add_argument(
         "--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N][,static]"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
-    parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
-    parser.add_argument("--chunk", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--decoded", type=int, default=16, help="tokens per round")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", type=positive, default=8, help="one token in so many is cached")
+    parser.add_argument("--chunk", type=positive, default=32)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--decoded", type=positive, default=16, help="tokens per round")
     options = parser.parse_args()
-    for name in ("rounds", "decoded", "chunk", "share"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     lines = []
     for length in options.lengths:
         chosen = ways if options.settings is None else named_ways

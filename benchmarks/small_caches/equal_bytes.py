@@ -17,13 +17,19 @@ is refused.
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.parts import add_task_options, check_same, read_partial, task_of
+from benchmarks.parts import (
+    add_task_options,
+    check_same,
+    command_line,
+    positive,
+    read_partial,
+    task_of,
+)
 from heedful.eviction import TOVA, Eviction, MostHidden, Random, StreamingLLM
 from heedful.files import append_line
 from heedful.hf.cache.new import attention_modules
@@ -43,18 +49,17 @@ CALIBRATED_ON = 2**20 + 1  # a training step that no run comes to: sequences for
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
     add_task_options(parser, "recall")
     parser.add_argument("--shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
-    parser.add_argument("--rows", type=int, default=128, help="evaluation sequences")
-    parser.add_argument("--batch", type=int, default=32, help="sequences that are scored at once")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=positive, default=128, help="evaluation sequences")
+    parser.add_argument(
+        "--batch", type=positive, default=32, help="sequences that are scored at once"
+    )
     args = parser.parse_args()
     if not all(0 < share <= 1 for share in args.shares):
         parser.error(f"--shares must be above 0 and at most 1, got {args.shares}")
-    if args.rows < 1 or args.batch < 1:
-        parser.error(f"--rows and --batch must be at least 1, got {args.rows} and {args.batch}")
     names = [word.partition("=")[0] for word in args.models]
     if not all("=" in word for word in args.models) or len({*names}) < len(names):
         parser.error(f"models must be NAME=FOLDER, each name once, got {' '.join(args.models)}")

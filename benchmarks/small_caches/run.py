@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.parts import add_task_options, task_of
+from benchmarks.parts import add_task_options, command_line, task_of
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
@@ -38,7 +38,7 @@ SEARCHED_ON = 2**20  # a training step that no run comes to: sequences for the s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
     add_task_options(parser, "recall")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="evaluation sequences")
     parser.add_argument("--batch", type=int, default=32, help="sequences that are scored at once")
     parser.add_argument("--by-layer", type=float, help="search: answers or perplexity to lose")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = task_of(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ search has read. One line more for the tables of `heedful compare --budgets`.
         --data books --tokenizer bpe --length 768 --out runs/searched.jsonl
 """
 
-import argparse
 from pathlib import Path
 
+from benchmarks.parts import command_line
 from heedful.hf.budgets import NAME, read_budgets
 from heedful_lab.commands.compare.scratch import Hyperparameters
 from heedful_lab.commands.compare.small_caches import bf16_bytes, under_budget
@@ -20,13 +20,12 @@ from heedful_lab.tasks import Text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--name", default="selective + memory loss")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model = load(args.model, budgets=False, convert=True)
     eviction = read_budgets(args.model / NAME, model)

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.parts import read_partial
+from benchmarks.parts import command_line, read_partial
 from heedful.files import append_line
 from heedful.nn import MechanismConfig, MultiToken, to_json
 from heedful_lab.commands.compare.one_model import train
@@ -41,14 +41,13 @@ HELD_OUT = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of every column (default: the column's own)")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--letters", nargs="+", type=int, choices=LETTERS, default=LETTERS)
     parser.add_argument("--answers", nargs="+", choices=ANSWERS, default=ANSWERS)
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs = [

@@ -6,10 +6,9 @@
 One line for each kernel of a head and each mixing matrix of a group.
 """
 
-import argparse
 import json
-from pathlib import Path
 
+from benchmarks.parts import command_line
 from heedful.files import write_whole
 from heedful_lab.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful_lab.records.environment import environment
@@ -20,9 +19,8 @@ NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("model", help="folder of a model with multi-token attention")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model = load(args.model)
     parameters = dict(model.named_parameters())

@@ -96,7 +96,7 @@ def run_of(kind: str, steps: int, folder: Path, clock: Clock) -> None:
 
 
 def _plain(options: Training, folder: Path, clock: Clock) -> None:
-    start = starting_point(options, options.filled(has_weights=False), folder / "tokenizer")
+    start = starting_point(options.origin(), options.filled(), folder / "tokenizer")
     text = encode(options.data, options.held_out, start.tokenizer, folder / "text", length=LENGTH,
                   most_tokens=options.steps * BATCH * LENGTH)  # fmt: skip
     torch.manual_seed(0)

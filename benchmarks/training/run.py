@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.parts import read_partial
+from benchmarks.parts import command_line, read_partial
 from heedful.files import append_line
 from heedful_lab.commands.train.options import Training
 from heedful_lab.commands.train.run import train_text
@@ -79,7 +79,7 @@ EVALUATIONS = 6  # of a run whose curve is shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--data", nargs="+", required=True)
     # What is set apart of the data would depend on the steps.
     parser.add_argument("--held-out", nargs="+", required=True)
@@ -93,7 +93,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="names of mechanisms; default all")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     compare(args, slowness(args.speeds))

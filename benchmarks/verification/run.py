@@ -7,16 +7,15 @@ forward pass of the tokens that the proof runs.
         --out benchmarks/verification/results/verification-cpu.jsonl
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
+from benchmarks.parts import command_line
 from heedful.files import write_lines
 from heedful_lab.records.environment import environment
 
@@ -56,13 +55,10 @@ def measure(name: str, rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, new=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if options.out.exists():
-        raise ValueError(f"out: {options.out} is there already; name another file")
     records = []
     for name in options.models:
         records.append(measure(name, options.rounds) | {"environment": environment()})

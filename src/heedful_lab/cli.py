@@ -225,12 +225,8 @@ def _budget(options: BudgetSearch) -> None:
 
 def _eval(options: Evaluation) -> None:
     from heedful_lab.commands.evaluate.page import overview, write_evaluation
-    from heedful_lab.commands.evaluate.run import evaluate, export
+    from heedful_lab.commands.evaluate.run import evaluate
 
-    if options.export_lm_eval is not None:
-        names, folder = export(options), options.export_lm_eval
-        print(f"written: {folder}\n  lm_eval --include_path {folder} --tasks {','.join(names)} ...")
-        return
     out = Path(options.out)
     try:
         result = evaluate(options, _note)

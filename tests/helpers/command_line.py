@@ -7,6 +7,7 @@ import pytest
 
 from heedful_lab.cli import main
 from heedful_lab.commands.compare import setups
+from heedful_lab.commands.compare.options import Comparison
 from heedful_lab.commands.compare.scratch import Size
 
 
@@ -43,3 +44,8 @@ def change_setups(
         }
 
     patch.setattr(setups, "setups", changed)
+
+
+def setups_of(comparison: Comparison) -> dict[str, setups.Setup]:
+    """The tasks of a comparison, with what is compared on each."""
+    return setups.chosen_setups(comparison.planned(), comparison.changes())

@@ -229,11 +229,11 @@ def test_models_that_cannot_learn_it_are_refused(tmp_path):
 def test_those_of_a_recipe_grow_with_the_length():
     for length, budgets in ((1024, (64, 256)), (2048, (128, 512)), (32, (2, 8)), (8, (1, 2))):
         options = Training("base", recipe="hide", length=length)
-        assert options.filled(has_weights=True).soft_budgets == budgets
+        assert options.filled().soft_budgets == budgets
     options = Training("base", recipe="hide", length=32, soft_budgets=(5, 40))
-    assert options.filled(has_weights=True).soft_budgets == (5, 40)
+    assert options.filled().soft_budgets == (5, 40)
     with pytest.raises(ValueError, match="must begin below the length of 32 tokens, got 32"):
-        replace(options, soft_budgets=(32, 40)).filled(has_weights=True)
+        replace(options, soft_budgets=(32, 40)).filled()
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_those_of_a_recipe_grow_with_the_length():
 )
 def test_what_does_not_go_with_maps_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Training("base", **({"recipe": "hide"} | options)).filled(has_weights=True)
+        Training("base", **({"recipe": "hide"} | options)).filled()
 
 
 @pytest.fixture

@@ -100,6 +100,37 @@ def open_model(
     return model.eval().to(place)
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model as a command line names it, with its tokenizer; nothing is open yet.
+
+    Arguments:
+        name, device, dtype, adapter: as for `open_model`.
+        tokenizer: as for `open_tokenizer`.
+    """
+
+    name: str
+    device: str = "cpu"
+    dtype: ModelDtype = "auto"
+    adapter: str | None = None
+    tokenizer: str | None = None
+
+    def open(self, *, budgets: bool = True, convert: bool = True) -> PreTrainedModel:
+        """The model, as `open_model` opens it."""
+        return open_model(
+            self.name,
+            self.device,
+            dtype=self.dtype,
+            adapter=self.adapter,
+            budgets=budgets,
+            convert=convert,
+        )
+
+    def open_tokenizer(self, model: PreTrainedModel):
+        """The tokenizer for the opened model, as `open_tokenizer` opens it."""
+        return open_tokenizer(self.tokenizer, self.name, model)
+
+
 def dtype_option(dtype: ModelDtype) -> dict[str, torch.dtype]:
     """The option of `from_pretrained` for a command's `--dtype`; none for that of the files."""
     return {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}

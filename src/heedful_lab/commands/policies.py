@@ -2,8 +2,8 @@
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.eviction import POLICIES as LIBRARY
-from heedful.eviction import Eviction
+from heedful.eviction import Eviction, Random
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 from heedful_lab.commands.options import CacheDtype, is_users_policy
@@ -21,60 +21,63 @@ POLICIES = (*LIBRARY, LowestGate)
 """Those that commands know by name."""
 
 
-@runtime_checkable
-class CacheOptions(Protocol):
-    """The options of a command whose model has a cache."""
-
-    budget: str | None
-    eviction: str
-    seed: int
-
-
 def cache_dtype_of(name: CacheDtype) -> torch.dtype | None:
     """Value of `dtype` in `heedful.new_cache` for a command's `--cache-dtype`."""
     return torch.int8 if name == "int8" else None
 
 
-def reads_budgets(options: CacheOptions) -> bool:
-    """Test whether the budgets of the model's folder apply."""
-    return options.budget is None and options.eviction != "none"
+@dataclass(frozen=True)
+class EvictionChoice:
+    """Eviction of a cache as a command line names it.
+
+    budget: a number of tokens, or a file of budgets; None is what stands beside the model.
+    eviction: a policy, `auto`, or `none`.
+    seed: of random eviction.
+    """
+
+    budget: str | None
+    eviction: str
+    seed: int = 0
+
+    @property
+    def own_budgets(self) -> bool:
+        """Test whether the budgets of the model's folder apply."""
+        return self.budget is None and self.eviction != "none"
+
+    def policy(self, model: PreTrainedModel) -> Eviction | bool | None:
+        """The eviction policy; `None` is the model's own, `False` none."""
+        if self.eviction == "none":
+            return False
+        if self.budget is None:
+            return None
+        if self.budget.isdecimal():
+            return policy_named(self.eviction, model, int(self.budget), seed=self.seed)
+        path = Path(self.budget)
+        if not path.is_file():
+            raise UserError(
+                "budget must be a number of tokens, or a budgets.json that heedful budget wrote, "
+                f"got {self.budget!r}"
+            )
+        policy = read_budgets(path, model)
+        if self.eviction not in ("auto", spelled(type(policy).__name__)):
+            raise UserError(
+                f"eviction={self.eviction!r} is not what {path} was searched for, "
+                f"{spelled(type(policy).__name__)}; leave --eviction out, or give a number of "
+                "tokens"
+            )
+        return policy
 
 
-def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool | None:
-    """The eviction policy of a command; `None` is the model's own, `False` none."""
-    if options.eviction == "none":
-        return False
-    if options.budget is None:
-        return None
-    if options.budget.isdecimal():
-        return policy_named(options.eviction, model, int(options.budget), **arguments_of(options))
-    path = Path(options.budget)
-    if not path.is_file():
-        raise UserError(
-            f"budget must be a number of tokens, or a budgets.json that heedful budget wrote, got "
-            f"{options.budget!r}"
-        )
-    policy = read_budgets(path, model)
-    if options.eviction not in ("auto", spelled(type(policy).__name__)):
-        raise UserError(
-            f"eviction={options.eviction!r} is not what {path} was searched for, "
-            f"{spelled(type(policy).__name__)}; leave --eviction out, or give a number of tokens"
-        )
-    return policy
-
-
-def arguments_of(options: CacheOptions) -> dict:
-    """Arguments of a command's policy beside the budget."""
-    return {"seed": options.seed} if options.eviction == "random" else {}
-
-
-def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
+def policy_named(
+    name: str, model: nn.Module, tokens: int | tuple[int, ...], *, seed: int = 0, **options
+) -> Eviction:
     """The eviction policy of a name on the command line; `auto` is what suits the mechanism.
 
     Arguments:
         name: such as `streaming-llm`.
         model: for which the policy is.
         tokens: the budget.
+        seed: of random eviction.
         options: for the policy.
     """
     if name == "auto":
@@ -82,6 +85,8 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
     if is_users_policy(name):
         return _users_policy(name)(tokens=tokens, **options)
     kind = {spelled(policy.__name__): policy for policy in POLICIES}[name]
+    if kind is Random:
+        options["seed"] = seed
     return kind(tokens=tokens, **options)
 
 

@@ -15,6 +15,7 @@ from heedful.data import corpus
 from heedful.eviction import Eviction
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.training.sequences import IGNORE, leading_bos
+from heedful_lab.commands.models import ModelSource, longest
 from heedful_lab.commands.options import RECALL
 from heedful_lab.commands.train.mixture import fact_documents
 
@@ -32,6 +33,24 @@ class Rows(NamedTuple):
 
     ids: Int[Tensor, "N T"]
     labels: Int[Tensor, "N T"]
+
+
+class Sequences(NamedTuple):
+    """Data that is not read yet: names of texts, tokens of a sequence, and how many of these."""
+
+    data: tuple[str, ...]
+    length: int
+    count: int
+
+    def read(self, source: ModelSource, model: PreTrainedModel) -> Rows:
+        """The sequences in a model's tokens; raises unless it has positions for them."""
+        tokenizer, most = source.open_tokenizer(model), longest(model)
+        if most is not None and self.length > most:
+            raise UserError(
+                f"length must be at most the {most} tokens that {source.name} has positions for, "
+                f"got {self.length}"
+            )
+        return read_rows(self.data, tokenizer, self.length, self.count)
 
 
 def read_rows(data: tuple[str, ...], tokenizer, length: int, rows: int) -> Rows:

@@ -5,13 +5,13 @@ a token, which is faster. The result is measured token by token at the
 end, and raised where that passes the limit.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.hf.identity import model_identity
 from heedful.training.checkpoints import differences
 from heedful_lab.commands.budget.options import BudgetSearch
-from heedful_lab.commands.budget.rows import Rows, perplexity, read_rows
+from heedful_lab.commands.budget.rows import Rows, Sequences, perplexity
 from heedful_lab.commands.budget.shrink import (
     Budgets,
     common_level,
@@ -39,7 +39,7 @@ from heedful_lab.commands.budget.shrink import (
     spread,
     total,
 )
-from heedful_lab.commands.models import longest, open_model, open_tokenizer
+from heedful_lab.commands.models import ModelSource
 from heedful_lab.commands.policies import policy_named
 from heedful_lab.records.environment import environment
 
@@ -99,69 +99,137 @@ def search(options: BudgetSearch) -> SearchResult:
         ValueError: an option cannot be read, does not fit the model, or cannot be met; or
             the folder holds another search.
     """
-    folder, begun = Path(options.adapter or options.model), time.perf_counter()
+    source = ModelSource(
+        options.model, options.device, options.dtype, options.adapter, options.tokenizer
+    )
+    plan = SearchPlan(
+        source,
+        Path(options.adapter or options.model),
+        Sequences(options.data, options.length, options.rows),
+        options.eviction,
+        {"recent": options.recent} | ({} if options.sinks is None else {"sinks": options.sinks}),
+        Limit(
+            options.loss,
+            options.reference and replace(source, name=options.reference, adapter=None),
+            options.tokens,
+        ),
+        options.trials or None,
+        options.restart,
+    )
+    return _run(plan)
+
+
+class Limit(NamedTuple):
+    """Limit of a search, one of three.
+
+    loss: percent of perplexity above that of the full cache.
+    reference: a model whose perplexity is the limit.
+    tokens: of each layer on average, whose sum is given.
+    """
+
+    loss: float
+    reference: ModelSource | None
+    tokens: int | None
+
+    def __str__(self) -> str:
+        if self.tokens is not None:
+            return f"{self.tokens} tokens per layer on average"
+        if self.reference is not None:
+            return f"perplexity of {self.reference.name} with its full cache"
+        return f"{self.loss} % above the full cache"
+
+
+class SearchPlan(NamedTuple):
+    """A search in plain values.
+
+    source: the model.
+    folder: for the budgets.
+    sequences: that they are measured on.
+    eviction, protection: the policy by name, and which tokens it never evicts.
+    limit: what the budgets must not pass.
+    most: trials, unless until nothing is left to try.
+    restart: begin anew, whatever is in the folder.
+    """
+
+    source: ModelSource
+    folder: Path
+    sequences: Sequences
+    eviction: str
+    protection: dict[str, int]
+    limit: Limit
+    most: int | None
+    restart: bool
+
+
+def _run(plan: SearchPlan) -> SearchResult:
+    name, folder, begun = plan.source.name, plan.folder, time.perf_counter()
     if not folder.is_dir():
         raise UserError(
-            f"model must be a folder, as budgets.json is written into it, got {options.model!r}; "
-            f"heedful convert {options.model} OUT --mechanism standard makes one"
+            f"model must be a folder, as budgets.json is written into it, got {name!r}; "
+            f"heedful convert {name} OUT --mechanism standard makes one"
         )
-    model = open_model(
-        options.model,
-        options.device,
-        dtype=options.dtype,
-        adapter=options.adapter,
-        budgets=False,
-    )
+    model = plan.source.open(budgets=False)
     if model.config.is_encoder_decoder:
         raise UserError(
-            f"model {options.model!r} has an encoder, and budgets are searched for decoders alone; "
+            f"model {name!r} has an encoder, and budgets are searched for decoders alone; "
             "give heedful generate a number of tokens with --budget"
         )
-    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
-    check_rows_fit(options, model, options.model)
-    rows = read_rows(options.data, tokenizer, options.length, options.rows)
-    policy, start = _start(options, model)
-    least = least_budget(policy, model)
-    if options.tokens is not None and options.tokens < least:
+    rows = plan.sequences.read(plan.source, model)
+    policy, start = _start(plan.eviction, plan.protection, plan.sequences.length, model)
+    least, tokens = least_budget(policy, model), plan.limit.tokens
+    if tokens is not None and tokens < least:
         raise UserError(
-            f"tokens must be at least the {least} that every budget holds, got "
-            f"{options.tokens}; give more, or protect fewer with --sinks and --recent"
+            f"tokens must be at least the {least} that every budget holds, got {tokens}; give "
+            "more, or protect fewer with --sinks and --recent"
         )
-    reference = None if options.reference is None else _reference(options, rows)
+    reference = None
+    if plan.limit.reference is not None:
+        reference = _reference(plan.limit.reference, plan.sequences, rows, name)
     with only_writer(folder):
-        identity = search_identity(options, policy, rows, model, reference)
-        log = SearchLog(folder / LOG, identity, options.restart)
-        most = options.trials or None
-        with tqdm(unit=" trials", total=most, bar_format=BAR if most else OPEN_BAR) as bar:
-            pieces = max(1, options.length // PIECES)
+        identity = {
+            "policy": {"kind": type(policy).__name__, **asdict(policy)},
+            "loss": plan.limit.loss if reference is None and tokens is None else None,
+            "mean_tokens": tokens,
+            "dtype": plan.source.dtype,
+            "length": plan.sequences.length,
+            "rows": plan.sequences.count,
+            "tokens": hashlib.sha256(torch.stack(rows).numpy().tobytes()).hexdigest()[:16],
+            "model": model_identity(model),
+            "reference": None if reference is None else model_identity(reference),
+        }
+        log = SearchLog(folder / LOG, identity, plan.restart)
+        bar_format = BAR if plan.most else OPEN_BAR
+        with tqdm(unit=" trials", total=plan.most, bar_format=bar_format) as bar:
+            pieces = max(1, plan.sequences.length // PIECES)
             rough = Measure(model, rows, policy, log, bar, pieces)
             # Only a limit must hold token by token.
-            exact = rough if options.tokens else Measure(model, rows, policy, log, bar)
+            exact = rough if tokens else Measure(model, rows, policy, log, bar)
             whole, limit = exact(start), None
             if not math.isfinite(whole):
-                raise UserError(f"model {options.model!r} has a perplexity of {whole} on the data")
-            if options.tokens is not None:
-                budgets, ended = _spread(start, least, options.tokens, rough, most)
+                raise UserError(f"model {name!r} has a perplexity of {whole} on the data")
+            if tokens is not None:
+                budgets, ended = _spread(start, least, tokens, rough, plan.most)
             else:
-                limit = whole * (1 + options.loss / 100)
+                limit = whole * (1 + plan.limit.loss / 100)
                 if reference is not None:
                     limit = log.once("reference", lambda: perplexity(reference, rows))
-                    _check_reference(options.reference, whole, limit)
+                    _check_reference(plan.limit.reference.name, whole, limit)
                     limit = max(limit, whole)  # the same model may differ by rounding
                 rough.limit = exact.limit = limit
                 reference = None
-                budgets, ended = _shrunk(start, least, limit, rough, most)
+                budgets, ended = _shrunk(start, least, limit, rough, plan.most)
                 if pieces > 1:
                     budgets = raised(budgets, start, limit, exact)
-        eviction = dataclasses.replace(policy, tokens=budgets)
+        eviction = replace(policy, tokens=budgets)
         result = SearchResult(
             path=folder / NAME, eviction=eviction, start=start,
             perplexity=exact(budgets), whole=whole, limit=limit,
-            rows=options.rows, length=options.length, trials=len(log.perplexities),
-            measured=log.measured, ended=ended,
+            rows=plan.sequences.count, length=plan.sequences.length,
+            trials=len(log.perplexities), measured=log.measured, ended=ended,
             seconds=time.perf_counter() - begun,
         )  # fmt: skip
-        write_budgets(result.path, eviction, model, history(options, result))
+        about = history(result, plan.sequences.data, str(plan.limit))
+        write_budgets(result.path, eviction, model, about)
     return result
 
 
@@ -254,7 +322,7 @@ class Measure:
     def __call__(self, trial: Budgets) -> float:
         value = self.log.perplexities.get((trial, self.step))
         if value is None:
-            policy = dataclasses.replace(self.policy, tokens=trial)
+            policy = replace(self.policy, tokens=trial)
             value = perplexity(self.model, self.rows, policy, self.step)
             self.log.add(trial, self.step, value)
         limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
@@ -325,15 +393,14 @@ class SearchLog:
         append_line(self.path, json.dumps(line))
 
 
-def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
+def _start(
+    eviction: str, protection: dict[str, int], length: int, model: PreTrainedModel
+) -> tuple[Eviction, Budgets]:
     """The policy, and the budgets that hold all that the queries of a sequence see."""
-    protection = {"recent": options.recent} | (
-        {} if options.sinks is None else {"sinks": options.sinks}
-    )
-    policy = policy_named(options.eviction, model, options.length, **protection)
+    policy = policy_named(eviction, model, length, **protection)
     if type(policy) not in POLICIES:
         raise UserError(
-            f"eviction={options.eviction!r} is {type(policy).__name__} for this model, and "
+            f"eviction={eviction!r} is {type(policy).__name__} for this model, and "
             "budgets.json names policies of the library: take another, such as streaming-llm"
         )
     modules = attention_modules(model)
@@ -343,8 +410,8 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
     reasons = []
     for module, window in zip(modules, windows, strict=True):
         try:
-            check_policy(policy, module.heedful, options.length)
-            start.append(options.length if window is None else min(options.length, window))
+            check_policy(policy, module.heedful, length)
+            start.append(length if window is None else min(length, window))
         except ValueError as error:
             reasons.append(error)
             start.append(None)
@@ -354,10 +421,10 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
     if all(tokens is None or tokens <= least for tokens in start):
         raise UserError(
             f"length must be more than the {least} tokens that every budget holds, got "
-            f"{options.length}; give longer sequences, or protect fewer tokens"
+            f"{length}; give longer sequences, or protect fewer tokens"
         )
     start = [n if n is None else max(n, least) for n in start]
-    return dataclasses.replace(policy, tokens=tuple(start)), tuple(start)
+    return replace(policy, tokens=tuple(start)), tuple(start)
 
 
 def least_budget(policy: Eviction, model: PreTrainedModel) -> int:
@@ -366,70 +433,30 @@ def least_budget(policy: Eviction, model: PreTrainedModel) -> int:
     return max(policy.sinks, int(first)) + policy.recent + 1
 
 
-def search_identity(
-    options: BudgetSearch,
-    policy: Eviction,
-    rows: Rows,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-) -> dict:
-    """Options and inputs that decide the result."""
-    return {
-        "policy": {"kind": type(policy).__name__, **dataclasses.asdict(policy)},
-        "loss": options.loss if reference is None and options.tokens is None else None,
-        "mean_tokens": options.tokens,
-        "dtype": options.dtype,
-        "length": options.length,
-        "rows": options.rows,
-        "tokens": hashlib.sha256(torch.stack(rows).numpy().tobytes()).hexdigest()[:16],
-        "model": model_identity(model),
-        "reference": None if reference is None else model_identity(reference),
-    }
-
-
-def history(options: BudgetSearch, result: SearchResult) -> dict:
+def history(result: SearchResult, data: tuple[str, ...], limit: str) -> dict:
     """History of a search for budgets, for readers of their file."""
     return {
         "perplexity": {"whole": result.whole, "found": result.perplexity, "limit": result.limit},
-        "limit": _limit_in_words(options),
+        "limit": limit,
         "share_of_tokens_kept": result.share_of_tokens,
         "length": result.length,
         "rows": result.rows,
-        "data": list(options.data),
+        "data": list(data),
         "trials": result.trials,
         "environment": environment(),
     }
 
 
-def _limit_in_words(options: BudgetSearch) -> str:
-    if options.tokens is not None:
-        return f"{options.tokens} tokens per layer on average"
-    if options.reference is not None:
-        return f"perplexity of {options.reference} with its full cache"
-    return f"{options.loss} % above the full cache"
-
-
-def check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:
-    """Raise unless the model has positions for the sequences."""
-    most = longest(model)
-    if most is not None and options.length > most:
-        raise UserError(
-            f"length must be at most the {most} tokens that {name} has positions for, got "
-            f"{options.length}"
-        )
-
-
-def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
+def _reference(
+    reference: ModelSource, sequences: Sequences, rows: Rows, name: str
+) -> PreTrainedModel:
     """The model whose perplexity is the limit; raises unless it reads the same tokens."""
-    model = open_model(options.reference, options.device, dtype=options.dtype, budgets=False)
-    tokenizer = open_tokenizer(options.tokenizer, options.reference, model)
-    check_rows_fit(options, model, options.reference)
-    theirs = read_rows(options.data, tokenizer, options.length, options.rows)
-    if not torch.equal(theirs.ids, rows.ids):
+    model = reference.open(budgets=False)
+    if not torch.equal(sequences.read(reference, model).ids, rows.ids):
         raise UserError(
-            f"reference {options.reference!r} splits the data into other tokens than "
-            f"{options.model!r}, so that perplexities per token do not compare; take a reference "
-            "with the same tokenizer, or --loss"
+            f"reference {reference.name!r} splits the data into other tokens than {name!r}, so "
+            "that perplexities per token do not compare; take a reference with the same "
+            "tokenizer, or --loss"
         )
     return model
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -32,6 +32,21 @@ TOURS: dict[str, dict[TaskName, int | None]] = {
     "full": {"blocks": None, "assignment": None, "text": None},
 }
 """What is learned where no task is named, and in how many steps; `None` is a task's own number."""
+
+
+class Changes(NamedTuple):
+    """Changes of the tasks of a comparison; fields are those of `Comparison`."""
+
+    data: tuple[str, ...]
+    mechanisms: tuple[MechanismName, ...]
+    steps: int | None
+    batch: int | None
+    length: int | None
+    tokenizer: str
+    hidden: int | None
+    layers: int | None
+    heads: int | None
+    memory_loss: float
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,10 @@ class Comparison:
         if not self.tasks:
             return TOURS[self.tour]
         return dict.fromkeys(self.tasks)
+
+    def changes(self) -> Changes:
+        """Changes of the tasks' own data, sizes and training."""
+        return Changes(**{name: getattr(self, name) for name in Changes._fields})
 
     def __post_init__(self) -> None:
         check_literals(self)

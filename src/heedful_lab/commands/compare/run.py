@@ -17,18 +17,21 @@ from heedful.checks import UserError
 from heedful.eviction import MostHidden
 from heedful.files import only_writer, write_whole, writing_to
 from heedful.hf.look import LayerLook, cached_over_time, look
-from heedful.training.checkpoints import differences, saved_step
+from heedful.training.checkpoints import saved_step
 from heedful.training.run import Stopped, check_device
 from heedful_lab.commands.compare.one_model import Diverged, train
 from heedful_lab.commands.compare.options import Comparison
 from heedful_lab.commands.compare.scoring import write
 from heedful_lab.commands.compare.scratch import described, from_scratch
-from heedful_lab.commands.compare.setups import Setup, chosen_setups
+from heedful_lab.commands.compare.setups import Setup, check_evictable, chosen_setups
 from heedful_lab.commands.compare.small_caches import plans, policy_name, scored_as, under_budget
+from heedful_lab.commands.options import Device
 from heedful_lab.records import Record, UnderBudget, append, read, read_numbered
 from heedful_lab.records.environment import environment
+from heedful_lab.records.folder import UNFINISHED, resumed
 from heedful_lab.rivals.models import load
 
+_CONFIG = "config.json"
 _PICTURED = 320  # tokens of a sequence whose way through a cache is drawn
 _WRITTEN = 4  # evaluation sources of which it is shown what a model writes
 
@@ -59,7 +62,7 @@ class _Job(NamedTuple):
 
     def state(self, out: Path) -> Path:
         """Path of its checkpoints while it trains."""
-        return out / "unfinished" / self.folder
+        return out / UNFINISHED / self.folder
 
 
 class ModelLook(NamedTuple):
@@ -117,30 +120,90 @@ def compare(
         ValueError: `out` holds another comparison or is in use by another process, or an argument
             does not fit.
     """
-    check_device(comparison.device)
-    setups = chosen_setups(comparison)
-    for setup in setups.values():
+    plan = ComparisonPlan(
+        out,
+        chosen_setups(comparison.planned(), comparison.changes()),
+        comparison.seeds,
+        comparison.budgets,
+        comparison.device,
+    )
+    return _run(plan, should_stop, show)
+
+
+class ComparisonPlan(NamedTuple):
+    """A comparison in plain values.
+
+    out: its folder.
+    setups: the tasks, with what is compared on each.
+    seeds: that are requested now.
+    budgets: under which trained models are scored.
+    device: where they are trained.
+    """
+
+    out: Path
+    setups: dict[str, Setup]
+    seeds: int
+    budgets: tuple[float, ...]
+    device: Device
+
+    def identity(self) -> dict:
+        """Options that decide the results of a seed, as JSON."""
+        tasks = {
+            name: _task_config(setup)
+            | {"mechanisms": {x: _attention_config(setup, x) for x in setup.mechanisms}}
+            for name, setup in self.setups.items()
+        }
+        return json.loads(json.dumps({"device": self.device, "tasks": tasks}))
+
+
+def _run(
+    plan: ComparisonPlan, should_stop: Callable[[], bool], show: Callable[..., object]
+) -> list[Record]:
+    out = plan.out
+    check_device(plan.device)
+    if plan.budgets:
+        check_evictable(plan.setups)
+    for setup in plan.setups.values():
         setup.task.sample(1, 0)  # missing data, and sizes that cannot be, show before any training
         for name in setup.mechanisms:
             from_scratch(setup.task, setup.mechanism(name), setup.size, 0)
     with only_writer(out):
-        config = _claim(out, comparison, setups)
-        jobs = _jobs(config["seeds"], setups)
+        before = resumed(out, _CONFIG, plan.identity)
+        seeds = _seeds(plan.seeds, out, before)
+        config = {"seeds": seeds} | plan.identity()
+        if config != before:
+            write_whole(out / _CONFIG, json.dumps(config, indent=2) + "\n")
+        jobs = _jobs(seeds, plan.setups)
+        own_jobs = [job for job in jobs if job.seed < plan.seeds]
         try:
-            _train_missing(jobs, comparison, out, should_stop)
-            _score_missing(jobs, comparison, out, should_stop)
+            _train_missing(own_jobs, plan.device, out, should_stop)
+            if plan.budgets:
+                _score_missing(own_jobs, plan.budgets, out, should_stop)
         except Exception:  # but not a second Ctrl-C, which waits for nothing
             _show(jobs, config, out, show)
             raise
         with suppress(OSError):  # a seed that is not requested now may wait there
-            (out / "unfinished").rmdir()
+            (out / UNFINISHED).rmdir()
         return _show(jobs, config, out, show)
+
+
+def _seeds(requested: int, out: Path, before: dict | None) -> int:
+    """As many seeds as the folder ever had, or as are requested."""
+    there = [record.seed + 1 for record in _read_runs(out / "results.jsonl")]
+    seeds = max(requested, (before or {}).get("seeds", 0), *there)
+    if requested < seeds:
+        warnings.warn(
+            f"{out} was made for {seeds} seeds: those that are there are kept and reported, and "
+            f"none beyond {requested} is trained now",
+            stacklevel=4,
+        )
+    return seeds
 
 
 def kept(out: Path) -> str:
     """In words, what a comparison that was stopped has kept in its folder."""
     runs = len(_read_runs(out / "results.jsonl"))
-    states = sorted((out / "unfinished").glob("*"))
+    states = sorted((out / UNFINISHED).glob("*"))
     saved = [(path.name, step) for path in states if (step := saved_step(path)) is not None]
     parts = [f"{runs} finished run{'s' * (runs != 1)}"]
     parts += [f"{name} as it was after step {step}" for name, step in saved]
@@ -157,35 +220,32 @@ def _jobs(seeds: int, setups: dict[str, Setup]) -> list[_Job]:
 
 
 def _train_missing(
-    jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
+    jobs: list[_Job], device: Device, out: Path, should_stop: Callable[[], bool]
 ) -> None:
     results = out / "results.jsonl"
     recorded = {(record.task, record.mechanism, record.seed) for record in _read_runs(results)}
-    own_jobs = [job for job in jobs if job.seed < comparison.seeds]
-    for number, job in enumerate(own_jobs, start=1):
+    for number, job in enumerate(jobs, start=1):
         if job.key not in recorded:
-            place = f"[{number}/{len(own_jobs)}]"
-            append(results, _run(job, out, place, comparison.device, should_stop))
+            append(results, _trained(job, out, f"[{number}/{len(jobs)}]", device, should_stop))
 
 
 def _score_missing(
-    jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
+    jobs: list[_Job], budgets: tuple[float, ...], out: Path, should_stop: Callable[[], bool]
 ) -> None:
     """Score the trained models under the requested budgets; one line each."""
     path = out / "budgets.jsonl"
     recorded = {score.key for score in read(path, UnderBudget)}
-    own_jobs = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
-    for number, job in enumerate(own_jobs, start=1):
+    for number, job in enumerate(jobs, start=1):
         folder, task = job.model(out), job.setup.task
         if not task.under_budgets() or not folder.is_dir():
             continue
         model = load(folder, convert=True).eval()
         policies = []
-        for eviction in plans(model, task, comparison.budgets):
+        for eviction in plans(model, task, budgets):
             name, tokens = policy_name(eviction, task.length), min(eviction.tokens, task.length)
             if (*job.key, name, tokens) not in recorded:
                 policies.append(eviction)
-        for eviction in tqdm(policies, desc=f"[{number}/{len(own_jobs)}] {job.title} · budgets"):
+        for eviction in tqdm(policies, desc=f"[{number}/{len(jobs)}] {job.title} · budgets"):
             if should_stop():
                 raise Stopped
             score = under_budget(model, task, eviction, job.setup.hyperparameters)
@@ -217,7 +277,7 @@ def _show(jobs: list[_Job], config: dict, out: Path, show: Callable[..., object]
     return records
 
 
-def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
+def _trained(job: _Job, out: Path, place: str, device: Device, should_stop) -> Record:
     setup, hyperparameters = job.setup, job.setup.hyperparameters
     config = setup.mechanism(job.mechanism)
     with tqdm(
@@ -266,7 +326,9 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
         tokens_per_second=run.tokens_per_second,
         seconds=run.seconds,
         peak_memory_mib=run.peak_memory_mib,
-        config=_run_config(setup, job.mechanism),
+        config=_task_config(setup)
+        | {"mechanism": described(config)}
+        | _memory_config(setup, job.mechanism),
         environment=environment(),
         device=run.model.device.type,
     )
@@ -330,7 +392,7 @@ def _caches(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterato
         yield CacheHistory(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
 
 
-def _job_config(setup: Setup) -> dict:
+def _task_config(setup: Setup) -> dict:
     return {
         "task": dataclasses.asdict(setup.task),
         "size": dataclasses.asdict(setup.size),
@@ -338,72 +400,10 @@ def _job_config(setup: Setup) -> dict:
     }
 
 
-def _run_config(setup: Setup, name: str) -> dict:
-    config = _job_config(setup) | {"mechanism": described(setup.mechanism(name))}
+def _memory_config(setup: Setup, name: str) -> dict:
     factor = setup.memory_factor(name)
-    return config | ({"memory_loss": factor} if factor else {})
+    return {"memory_loss": factor} if factor else {}
 
 
-def _config(comparison: Comparison, setups: dict[str, Setup]) -> dict:
-    tasks = {}
-    for name, setup in setups.items():
-        tasks[name] = _job_config(setup) | {"mechanisms": {}}
-        for mechanism in setup.mechanisms:
-            factor = setup.memory_factor(mechanism)
-            own = {"memory_loss": factor} if factor else {}
-            tasks[name]["mechanisms"][mechanism] = described(setup.mechanism(mechanism)) | own
-    config = {"seeds": comparison.seeds, "device": comparison.device, "tasks": tasks}
-    return json.loads(json.dumps(config))
-
-
-def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
-    """Make the folder this comparison's own or recognise it; another one's raises.
-
-    Returns the configuration with as many seeds as the folder ever had.
-    """
-    path, config = out / "config.json", _config(comparison, setups)
-    records = _read_runs(out / "results.jsonl")
-    if not path.is_file():
-        for record in records:
-            setup = setups.get(record.task)
-            is_known = setup is not None and record.mechanism in setup.mechanisms
-            own = _run_config(setup, record.mechanism) if is_known else None
-            if record.config != json.loads(json.dumps(own)):
-                raise UserError(
-                    f"{out} holds results of another comparison and no config.json; choose another "
-                    "folder with --out"
-                )
-        before = config
-    else:
-        before = _read_comparison(path)
-        if differing := differences({**before, "seeds": 0}, {**config, "seeds": 0}):
-            more = len(differing) - 6
-            listed = "; ".join(differing[:6]) + f"; and {more} more" * (more > 0)
-            raise UserError(
-                f"{out} holds another comparison: {listed}. Ask for the same, choose another "
-                "folder with --out, or delete this one"
-            )
-    there = {record.seed for record in records}
-    config["seeds"] = max(before["seeds"], config["seeds"], *(seed + 1 for seed in there))
-    if comparison.seeds < config["seeds"]:
-        warnings.warn(
-            f"{out} was made for {config['seeds']} seeds: those that are there are kept and "
-            f"reported, and none beyond {comparison.seeds} is trained now",
-            stacklevel=3,
-        )
-    if not path.is_file() or config != before:
-        write_whole(path, json.dumps(config, indent=2) + "\n")
-    return config
-
-
-def _read_comparison(path: Path) -> dict:
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}); choose another folder with --out or, if a comparison "
-            "made this one, delete that file: the same command then goes on with its finished runs"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("seeds"), int):
-        raise UserError(f"{path} is not that of a comparison; choose another folder with --out")
-    return config
+def _attention_config(setup: Setup, name: str) -> dict:
+    return described(setup.mechanism(name)) | _memory_config(setup, name)

@@ -1,13 +1,13 @@
 """A comparison's tasks with the sizes of their models and training, and what is compared there."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from heedful.checks import UserError
 from heedful.nn import Layer, LocalGlobal
-from heedful_lab.commands.compare.options import WITH_MEMORY_LOSS, Comparison
+from heedful_lab.commands.compare.options import WITH_MEMORY_LOSS, Changes
 from heedful_lab.commands.compare.scratch import (
     Attention,
     Hyperparameters,
@@ -76,34 +76,44 @@ def _setup(task: Task) -> Setup:
     )
 
 
-def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
-    """The chosen tasks with this comparison's overrides."""
-    defaults, result = setups(comparison.data), {}
-    for name, planned in comparison.planned().items():
-        setup = defaults[name]
-        steps = comparison.steps or planned or setup.hyperparameters.steps
-        batch = comparison.batch or setup.hyperparameters.batch
-        names = comparison.mechanisms or setup.mechanisms
-        hyperparameters = replace(setup.hyperparameters, steps=steps, batch=batch)
-        setup = _resized(setup, comparison)
-        if comparison.memory_loss:
-            both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
-            names = tuple(x for pair in both for x in pair)
-        result[name] = setup._replace(
-            hyperparameters=hyperparameters, mechanisms=names, memory_loss=comparison.memory_loss
-        )
-    if comparison.budgets:
-        _check_evictable(result)
+def _changed(setup: Setup, changes: Changes, steps: int | None) -> Setup:
+    """A task's setup with these changes, and so many steps unless they say."""
+    names, factor = changes.mechanisms or setup.mechanisms, changes.memory_loss
+    training = {"steps": changes.steps or steps, "batch": changes.batch}
+    size = {"hidden": changes.hidden, "layers": changes.layers, "heads": changes.heads}
+    setup = setup._replace(
+        task=setup.task.cut(changes.length, changes.tokenizer),
+        size=replace(setup.size, **_named(size)),
+        hyperparameters=replace(setup.hyperparameters, **_named(training)),
+    )
+    if factor:
+        both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
+        names = tuple(x for pair in both for x in pair)
+    return setup._replace(mechanisms=names, memory_loss=factor)
+
+
+def _named(values: dict[str, int | None]) -> dict[str, int]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def chosen_setups(tasks: Mapping[str, int | None], changes: Changes) -> dict[str, Setup]:
+    """Tasks by name, each in so many steps, with the changes of a comparison.
+
+    Raises:
+        ValueError: no mechanism among them can be trained with the memory loss.
+    """
+    defaults, factor = setups(changes.data), changes.memory_loss
+    result = {name: _changed(defaults[name], changes, steps) for name, steps in tasks.items()}
     names = [name for setup in result.values() for name in setup.mechanisms]
-    if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in names):
+    if factor and not any(name.endswith(WITH_MEMORY_LOSS) for name in names):
         raise UserError(
-            f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
+            f"memory_loss={factor} needs a mechanism that reports memory, and "
             f"{', '.join(dict.fromkeys(names))} do not: add selective to the mechanisms"
         )
     return result
 
 
-def _check_evictable(overridden: dict[str, Setup]) -> None:
+def check_evictable(overridden: dict[str, Setup]) -> None:
     """Raise where budgets would score nothing, warn where they leave a mechanism out."""
     names = {name: setup for setup in overridden.values() if setup.task.under_budgets()
              for name in setup.mechanisms}  # fmt: skip
@@ -118,13 +128,5 @@ def _check_evictable(overridden: dict[str, Setup]) -> None:
         warnings.warn(
             f"budgets: tokens cannot be evicted from the caches of {listed} (a convolution "
             "over keys, or summaries): they are trained, and not scored under budgets",
-            stacklevel=4,
+            stacklevel=3,
         )
-
-
-def _resized(setup: Setup, comparison: Comparison) -> Setup:
-    """The same with this comparison's lengths and models."""
-    overrides = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
-    size = replace(setup.size, **{name: n for name, n in overrides.items() if n is not None})
-    task = setup.task.cut(comparison.length, comparison.tokenizer)
-    return setup._replace(task=task, size=size)

@@ -1,88 +1,49 @@
-"""lm-evaluation-harness: its tasks on our models, and our tasks for its command line."""
+"""Tasks of lm-evaluation-harness on our models."""
 
-import json
 import logging
 import math
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from string import Template
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.data import ByteTokenizer
-from heedful.files import write_lines, write_whole
-from heedful_lab.commands.evaluate.items import Texts, reply_room
 from heedful_lab.commands.evaluate.numbers import SHARES
 from heedful_lab.commands.evaluate.on_disk import ON_DISK, task_files
-from heedful_lab.commands.evaluate.options import LM_EVAL, Evaluation
+from heedful_lab.commands.evaluate.options import LM_EVAL
 from heedful_lab.commands.models import longest
 from heedful_lab.records import Sample
-from heedful_lab.tasks.last_words import Passage
-
-GRADING = "heedful_grading"
-_GRADING = '''"""How heedful grades replies; lm_eval imports this file beside its tasks."""
-
-from heedful_lab.tasks.babilong import only_label
-from heedful_lab.tasks.needles import all_found
 
 
-def needles(doc, results):
-    return {"acc": float(all_found(results[0], tuple(doc["answers"])))}
+class Harness(NamedTuple):
+    """Tasks of lm-evaluation-harness; fields are those of `Evaluation`."""
+
+    names: list[str]
+    folders: tuple[str, ...]
+    samples: int
+    seed: int
+    batch: int
 
 
-def babilong(doc, results):
-    right = only_label(results[0], doc["answers"][0], doc["question"], doc["labels"])
-    return {"acc": float(right)}
-'''
-
-_DATA = """task: $name
-dataset_path: json
-dataset_kwargs: {data_files: {test: $file}}
-test_split: test
-metadata: {version: 1.0}
-"""
-_READ = Template(
-    _DATA
-    + """output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: "{{word}}"
-target_delimiter: ""
-metric_list:
-- {metric: perplexity, aggregation: perplexity, higher_is_better: false}
-- {metric: acc, aggregation: mean, higher_is_better: true}
-"""
-)
-_WRITTEN = Template(
-    _DATA
-    + f"""output_type: generate_until
-doc_to_text: "{{{{prompt}}}}"
-doc_to_target: "{{{{answers[0]}}}}"
-process_results: !function {GRADING}.$task
-generation_kwargs: {{until: [], max_gen_toks: $room, do_sample: false}}
-metric_list:
-- {{metric: acc, aggregation: mean, higher_is_better: true}}
-"""
-)
-
-
-def harness_names(options: Evaluation) -> list[str]:
+def harness_names(tasks: Sequence[str], folders: tuple[str, ...]) -> list[str]:
     """The names behind `lm-eval:`, in order.
 
     Raises:
         ImportError: lm_eval is not installed.
         ValueError: it has no task of a name.
     """
-    words = [x.removeprefix(LM_EVAL) for x in options.tasks if x.startswith(LM_EVAL)]
+    words = [x.removeprefix(LM_EVAL) for x in tasks if x.startswith(LM_EVAL)]
     names = [name for word in words for name in word.split(",") if name]
     if not names:
         return []
-    tasks = _manager(options.lm_eval_tasks, tuple(names)).all_tasks
+    known = _manager(folders, tuple(names)).all_tasks
     for name in names:
-        if name not in tasks:
-            near = get_close_matches(name, tasks, n=3)
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise UserError(
                 f"tasks: lm-evaluation-harness has no task {name!r}{hint} (`lm_eval ls tasks` "
@@ -188,7 +149,7 @@ class HarnessResult(NamedTuple):
 
 
 def run_task(
-    options: Evaluation, harness_task: HarnessTask, model: PreTrainedModel, tokenizer
+    harness: Harness, harness_task: HarnessTask, model: PreTrainedModel, tokenizer
 ) -> HarnessResult:
     """Ask a task or a group of the harness.
 
@@ -200,14 +161,14 @@ def run_task(
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)  # without its notes about itself
     output = lm_eval.simple_evaluate(
-        whole_inputs(model, tokenizer, options.batch, harness_task.cache),
+        whole_inputs(model, tokenizer, harness.batch, harness_task.cache),
         tasks=[harness_task.name],
-        task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
-        limit=options.samples,
-        random_seed=options.seed,
-        numpy_random_seed=options.seed,
-        torch_random_seed=options.seed,
-        fewshot_random_seed=options.seed,
+        task_manager=_manager(harness.folders, tuple(harness.names)),
+        limit=harness.samples,
+        random_seed=harness.seed,
+        numpy_random_seed=harness.seed,
+        torch_random_seed=harness.seed,
+        fewshot_random_seed=harness.seed,
     )
     results = {}
     for task, measures in output["results"].items():
@@ -238,33 +199,3 @@ def _sample(harness_task: HarnessTask, task: str, about: dict) -> Sample:
     digest = about["doc_hash"] + about["prompt_hash"]
     model, cache = harness_task.model, harness_task.cache
     return Sample(model, cache, f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
-
-
-def export_tasks(options: Evaluation, texts: Texts, tokenizer, folder: Path) -> list[str]:
-    """Write our tasks for the command line of lm-evaluation-harness; returns their names.
-
-    Every task is a file of samples and one that describes it; how replies are graded is ours.
-
-    Arguments:
-        options: the evaluation.
-        texts: questions and passages by task.
-        tokenizer: by which the room for replies is counted.
-        folder: made if absent; `--include_path` of `lm_eval`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{GRADING}.py", _GRADING)
-    names = []
-    for task, samples in texts.items():
-        name = f"heedful_{task.replace('-', '_')}"
-        file = (folder / f"{name}.jsonl").resolve()
-        fields = [name for name in samples[0]._fields if name not in ("key", "cell")]
-        write_lines(file, ({name: getattr(x, name) for name in fields} for x in samples))
-        about = {"name": name, "file": json.dumps(str(file)), "task": task}
-        if isinstance(samples[0], Passage):
-            form = _READ
-        else:
-            form = _WRITTEN
-            about["room"] = max(reply_room(tokenizer, x) for x in samples)
-        write_whole(folder / f"{name}.yaml", form.substitute(about))
-        names.append(name)
-    return names

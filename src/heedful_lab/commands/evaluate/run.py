@@ -1,7 +1,5 @@
 """Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
-import inspect
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,50 +11,83 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import POLICIES, Eviction
-from heedful.files import only_writer, write_whole
+from heedful.eviction import Eviction
+from heedful.files import only_writer
 from heedful.hf import conversion_of
 from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
-from heedful.hf.identity import files_digest, json_digest, model_identity
 from heedful.hf.stock import stock_class
-from heedful.training.checkpoints import differences
 from heedful_lab.commands.evaluate.answers import Answers, LanguageModel
 from heedful_lab.commands.evaluate.harness import (
-    HarnessResult,
+    Harness,
     HarnessTask,
-    export_tasks,
     harness_names,
     run_task,
 )
-from heedful_lab.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
+from heedful_lab.commands.evaluate.items import Item, check_fits, finite, items, texts
 from heedful_lab.commands.evaluate.options import OWN, ROWS, Evaluation
+from heedful_lab.commands.evaluate.store import WHOLE, AnswerStore
 from heedful_lab.commands.models import (
+    ModelSource,
     configuration_of,
     device_in_words,
-    open_model,
     tokenizer_named,
 )
-from heedful_lab.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
-from heedful_lab.records import Sample, append, read
-from heedful_lab.records.environment import environment
+from heedful_lab.commands.options import CacheDtype
+from heedful_lab.commands.policies import cache_dtype_of, policy_named, spelled
+from heedful_lab.records import Sample
 from heedful_lab.rivals.models import has_cache
-
-SAMPLES, ABOUT = "samples.jsonl", "evaluation.json"
-_FORMAT = 2
-_OLDER = (
-    "was written by an older version, which did not note the weights, adapter, budgets and dtype "
-    "that its answers belong to; choose another --out, or add --restart to begin anew"
-)
-WHOLE = ""
 
 
 class EvaluationPlan(NamedTuple):
     """A model that is not open yet, and all its items."""
 
-    name: str
+    source: ModelSource
     tokenizer: object
     items: list[Item]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+class Caches(NamedTuple):
+    """Caches with which every model is evaluated; fields are those of `Evaluation`."""
+
+    budget: tuple[str, ...]
+    eviction: str
+    cache_dtype: CacheDtype
+    seed: int
+
+    @property
+    def count(self) -> int:
+        """Number of caches, the full one included."""
+        return 1 + (self.cache_dtype != "auto") + len(self.budget)
+
+    def of(self, model: PreTrainedModel, plan: EvaluationPlan) -> dict[str, LanguageModel]:
+        """A model with its full cache, then with that quantized, then with those of a budget.
+
+        Raises:
+            ValueError: the model cannot have one of them.
+        """
+        dtype = cache_dtype_of(self.cache_dtype)
+        policies: dict[str, Eviction | bool] = {} if dtype is None else {self.cache_dtype: False}
+        for word in self.budget:
+            if word == OWN:
+                name, policy = OWN, conversion_of(model).eviction
+            else:
+                policy = policy_named(self.eviction, model, int(word), seed=self.seed)
+                name = f"{spelled(type(policy).__name__)} {word}"
+            policies[name if dtype is None else f"{name}, {self.cache_dtype}"] = policy
+        for policy in (*([False] if has_cache(model) else []), *policies.values()):
+            try:
+                new_cache(model, policy, dtype=dtype)
+            except ValueError as error:
+                raise UserError(f"model {plan.name!r}: {error}") from None
+        caches = {WHOLE: LanguageModel(model, plan.tokenizer)}
+        for name, policy in policies.items():
+            caches[name] = LanguageModel(model, plan.tokenizer, policy, dtype=dtype)
+        return caches
 
 
 class EvaluationResult(NamedTuple):
@@ -89,50 +120,60 @@ def evaluate(
             another evaluation, or is damaged.
     """
     place, plans = device_in_words(options.device), prepare(options)
+    names = harness_names(options.tasks, options.lm_eval_tasks)
+    harness = Harness(names, options.lm_eval_tasks, options.samples, options.seed, options.batch)
+    kinds = Caches(options.budget, options.eviction, options.cache_dtype, options.seed)
     out = Path(options.out)
     with only_writer(out):
-        store = AnswerStore(out, options)
-        samples: list[Sample] = []
-        total = sum(len(plan.items) for plan in plans) * _cache_count(options)
-        announce(f"{_amount(plans, options, total)}\ndevice: {place}")
-        with tqdm(total=total, unit=" samples", disable=None) as bar:
-            for plan in plans:
-                own = OWN in options.budget
-                model = open_model(
-                    plan.name,
-                    options.device,
-                    dtype=options.dtype,
-                    adapter=options.adapter,
-                    budgets=own,
-                )
-                caches = _caches(options, plan, model)
-                store.register(plan, model, caches, options)
-                if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
-                    announce(_duration(seconds, len(plans), bool(harness_names(options))))
-                for cache, answers in caches.items():
-                    bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
-                    samples += ask(answers, plan, cache, store, options.batch, bar)
-                samples += ask_harness(options, plan, caches, store)
-                del model, caches, answers  # before the next one takes its memory
-        names = harness_names(options)
-        harness = {
-            plan.name: {
-                k: v for name in names for k, v in store.harness(plan.name, name).results.items()
-            }
-            for plan in plans
-            if names
+        store = AnswerStore(out, vars(options), restart=options.restart)
+        announce(f"{_amount(plans, kinds.count, harness)}\ndevice: {place}")
+        samples = _answers(plans, kinds, harness, options.batch, store, announce)
+    results = {
+        plan.name: {
+            k: v for name in names for k, v in store.harness(plan.name, name).results.items()
         }
-    return EvaluationResult(samples, harness, store.about)
+        for plan in plans
+        if names
+    }
+    return EvaluationResult(samples, results, store.about)
 
 
-def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str:
+def _answers(
+    plans: list[EvaluationPlan],
+    kinds: Caches,
+    harness: Harness,
+    batch: int,
+    store: AnswerStore,
+    announce: Callable[[str], None],
+) -> list[Sample]:
+    """All answers, a model at a time."""
+    samples: list[Sample] = []
+    total = sum(len(plan.items) for plan in plans) * kinds.count
+    with tqdm(total=total, unit=" samples", disable=None) as bar:
+        for plan in plans:
+            model = plan.source.open(budgets=OWN in kinds.budget)
+            caches = kinds.of(model, plan)
+            store.register(plan.source, model, caches)
+            if plan is plans[0] and (seconds := _seconds(caches, plan, store, batch)):
+                announce(_duration(seconds, len(plans), bool(harness.names)))
+            for cache, answers in caches.items():
+                bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
+                samples += ask(answers, plan, cache, store, batch, bar)
+            samples += ask_harness(harness, plan, caches, store)
+            del model, caches, answers  # before the next one takes its memory
+    return samples
+
+
+def _amount(plans: list[EvaluationPlan], caches: int, harness: Harness) -> str:
     tasks = Counter(item.task for item in plans[0].items)
+    total = sum(len(plan.items) for plan in plans) * caches
     parts = [f"{total:,} samples"] if total else []
     if total:
         parts[0] += ": " + ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
-    if names := harness_names(options):
-        parts.append(f"at most {options.samples:,} of lm-evaluation-harness's {', '.join(names)}")
-    models, caches = len(plans), _cache_count(options)
+    if harness.names:
+        words = ", ".join(harness.names)
+        parts.append(f"at most {harness.samples:,} of lm-evaluation-harness's {words}")
+    models = len(plans)
     return (
         f"{' and '.join(parts)}, for {models} model{'s' * (models > 1)} with "
         f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
@@ -140,7 +181,7 @@ def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str
 
 
 def _seconds(
-    caches: dict[str, Answers], plan: EvaluationPlan, store: "AnswerStore", batch: int
+    caches: dict[str, Answers], plan: EvaluationPlan, store: AnswerStore, batch: int
 ) -> float:
     """Estimate a model's remaining seconds from the shortest batches, in proportion to tokens."""
     seconds = 0.0
@@ -177,8 +218,8 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
             item.
     """
     plans: list[EvaluationPlan] = []
-    texts_by_task: Texts | None = None
-    harness_names(options)  # raises
+    questions, texts_by_task = options.questions(), None
+    harness_names(options.tasks, options.lm_eval_tasks)  # raises
     for name in options.models:
         config, _ = configuration_of(name)
         if not _is_causal(config):
@@ -195,10 +236,13 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
         reads = any(task not in ROWS for task in options.tasks)
         tokenizer = tokenizer_named(options.tokenizer, name, part.vocab_size) if reads else None
         if texts_by_task is None:
-            texts_by_task = texts(options, lambda text, by=tokenizer: len(by.encode(text)))
-        model_items = items(options, texts_by_task, tokenizer, part.vocab_size, name)
+            texts_by_task = texts(questions, lambda text, by=tokenizer: len(by.encode(text)))
+        model_items = items(questions, texts_by_task, tokenizer, part.vocab_size, name)
         check_fits(model_items, getattr(part, "max_position_embeddings", None), name)
-        plans.append(EvaluationPlan(name, tokenizer, model_items))
+        source = ModelSource(
+            name, options.device, options.dtype, options.adapter, options.tokenizer
+        )
+        plans.append(EvaluationPlan(source, tokenizer, model_items))
     return plans
 
 
@@ -209,44 +253,11 @@ def _is_causal(config: PreTrainedConfig) -> bool:
     return decoder and stock_class(config) is AutoModelForCausalLM
 
 
-def _cache_count(options: Evaluation) -> int:
-    return 1 + (options.cache_dtype != "auto") + len(options.budget)
-
-
-def _caches(
-    options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel
-) -> dict[str, LanguageModel]:
-    """The model with its full cache, then with that quantized, then with those of --budget.
-
-    Raises:
-        ValueError: the model cannot have one of them.
-    """
-    dtype = cache_dtype_of(options.cache_dtype)
-    policies: dict[str, Eviction | bool] = {} if dtype is None else {options.cache_dtype: False}
-    for word in options.budget:
-        if word == OWN:
-            name, policy = OWN, conversion_of(model).eviction
-        else:
-            arguments = arguments_of(options)
-            policy = policy_named(options.eviction, model, int(word), **arguments)
-            name = f"{spelled(type(policy).__name__)} {word}"
-        policies[name if dtype is None else f"{name}, {options.cache_dtype}"] = policy
-    for policy in (*([False] if has_cache(model) else []), *policies.values()):
-        try:
-            new_cache(model, policy, dtype=dtype)
-        except ValueError as error:
-            raise UserError(f"model {plan.name!r}: {error}") from None
-    caches = {WHOLE: LanguageModel(model, plan.tokenizer)}
-    for name, policy in policies.items():
-        caches[name] = LanguageModel(model, plan.tokenizer, policy, dtype=dtype)
-    return caches
-
-
 def ask(
     answers: Answers,
     plan: EvaluationPlan,
     cache: str,
-    store: "AnswerStore",
+    store: AnswerStore,
     batch: int,
     bar: tqdm | None = None,
 ) -> list[Sample]:
@@ -318,130 +329,8 @@ def _batches(waiting: Sequence[Item], batch: int) -> Iterator[list[Item]]:
         yield several
 
 
-class AnswerStore:
-    """The folder of an evaluation: what was answered, and by which models.
-
-    Arguments:
-        folder: with samples.jsonl and evaluation.json, or new.
-        options: the evaluation.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
-
-    def __init__(self, folder: Path, options: Evaluation) -> None:
-        self.path, self.about_path = folder / SAMPLES, folder / ABOUT
-        self.about = {"format": _FORMAT, "models": {}, "lm_eval": {}}
-        if options.restart:
-            self.path.unlink(missing_ok=True)
-            self.about_path.unlink(missing_ok=True)
-        if self.about_path.exists():
-            try:
-                self.about |= json.loads(self.about_path.read_bytes())
-                if self.about["format"] not in (1, _FORMAT):
-                    raise UserError(f"its format is {self.about['format']}, not {_FORMAT}")
-                if not all(isinstance(self.about[x], dict) for x in ("models", "lm_eval")):
-                    raise UserError("it lists no models")
-            except (ValueError, TypeError) as error:
-                raise UserError(
-                    f"{self.about_path} is damaged ({error}); delete it, and {SAMPLES} beside it "
-                    "is read again, or add --restart to begin anew"
-                ) from None
-            if self.about["format"] == 1:
-                raise UserError(f"{self.about_path} {_OLDER}")
-        samples = read(self.path, Sample)
-        if not all(sample.identity for sample in samples):
-            raise UserError(f"{self.path} {_OLDER}")
-        self._samples = {(x.model, x.cache, x.task, x.key): x for x in samples}
-        self.about["config"] = json.loads(json.dumps(vars(options)))
-        self.about["environment"] = environment()
-
-    def register(
-        self,
-        plan: EvaluationPlan,
-        model: PreTrainedModel,
-        caches: dict[str, LanguageModel],
-        options: Evaluation,
-    ) -> None:
-        """Note which model goes by a name, and what its caches by theirs.
-
-        Raises:
-            ValueError: it was another model before, or a cache had another policy.
-        """
-        about = model_identity(model)
-        about |= {"tokenizer": options.tokenizer, "dtype": str(model.dtype)}
-        before = self.about["models"].get(plan.name, {})
-        changed = [name for name in about if name in before and before[name] != about[name]]
-        if changed:
-            verb = "differs" if len(changed) == 1 else "differ"
-            raise UserError(
-                f"{self.about_path} knows another model by the name {plan.name!r} "
-                f"({', '.join(changed)} {verb}); choose another --out, or add --restart"
-            )
-        own = {name: _cache_identity(answers, options) for name, answers in caches.items()}
-        noted = before.get("caches", {})
-        for name in noted.keys() & own.keys():
-            if noted[name] != own[name]:
-                raise UserError(
-                    f"{self.about_path} has answers of {plan.name!r} with another cache by the "
-                    f"name {name!r}: {'; '.join(differences(noted[name], own[name]))}; choose "
-                    "another --out, or add --restart"
-                )
-        self.about["models"][plan.name] = about | {"caches": noted | own}
-        self._write_about()
-
-    def identity(self, model: str, cache: str) -> str:
-        """A digest of a registered model, its adapter and its cache."""
-        about = dict(self.about["models"][model])
-        return json_digest([about.pop("caches")[cache], about])
-
-    def sample_of(self, model: str, cache: str, item: tuple[str, str]) -> Sample | None:
-        """The answer that is kept, if there is one."""
-        return self._samples.get((model, cache, *item))
-
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Keep answers; they are on disk when this returns."""
-        append(self.path, *samples)
-        self._samples |= {(x.model, x.cache, x.task, x.key): x for x in samples}
-
-    def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:
-        """The results of lm-evaluation-harness for a name, if it has been run."""
-        entry = self.about["lm_eval"].get(model, {}).get(_with_cache(name, cache))
-        if entry is None or entry["identity"] != self._harness_identity(model, cache):
-            return None
-        return HarnessResult(entry["results"], [Sample.from_json(x) for x in entry["samples"]])
-
-    def keep_harness(self, model: str, name: str, result: HarnessResult, cache: str) -> None:
-        """Keep the results of lm-evaluation-harness for a name."""
-        entry = {"identity": self._harness_identity(model, cache), "results": result.results}
-        entry["samples"] = [sample.to_json() for sample in result.samples]
-        self.about["lm_eval"].setdefault(model, {})[_with_cache(name, cache)] = entry
-        self._write_about()
-
-    def _harness_identity(self, model: str, cache: str) -> dict:
-        """Options that decide the harness's results."""
-        names = ("samples", "seed", "lm_eval_tasks")
-        return {"of": self.identity(model, cache)} | {x: self.about["config"][x] for x in names}
-
-    def _write_about(self) -> None:
-        write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
-
-
-def _cache_identity(answers: LanguageModel, options: Evaluation) -> dict:
-    """The policy, its arguments and the dtype of a cache, as JSON."""
-    policy = answers.eviction or None
-    about = {"policy": policy and repr(policy), "dtype": answers.dtype and str(answers.dtype)}
-    if policy is not None and type(policy) not in POLICIES:
-        about["source"] = files_digest([Path(inspect.getfile(type(policy)))])
-    return about
-
-
-def _with_cache(name: str, cache: str) -> str:
-    return f"{name}, {cache}" if cache else name
-
-
 def ask_harness(
-    options: Evaluation,
+    harness: Harness,
     plan: EvaluationPlan,
     caches: dict[str, LanguageModel],
     store: AnswerStore,
@@ -453,25 +342,11 @@ def ask_harness(
     samples = []
     for cache, answers in caches.items():
         conversion_of(answers.model).eviction = None  # the harness makes caches of its own
-        for name in harness_names(options):
+        for name in harness.names:
             if store.harness(plan.name, name, cache) is None:
                 with answers.reading():
                     task = HarnessTask(name, plan.name, cache)
-                    result = run_task(options, task, answers.model, plan.tokenizer)
+                    result = run_task(harness, task, answers.model, plan.tokenizer)
                 store.keep_harness(plan.name, name, result, cache)
             samples += store.harness(plan.name, name, cache).samples
     return samples
-
-
-def export(options: Evaluation) -> list[str]:
-    """Write the tasks for lm-evaluation-harness, lengths counted by the first model's tokenizer.
-
-    Returns:
-        their names.
-
-    Raises:
-        ValueError: as `prepare` does.
-    """
-    first = prepare(options)[0]
-    texts_by_task = texts(options, lambda text: len(first.tokenizer.encode(text)))
-    return export_tasks(options, texts_by_task, first.tokenizer, Path(options.export_lm_eval))

@@ -19,16 +19,47 @@ from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.evicting.new import needs_conversion
 from heedful.hf.versions import cache_argument, generate_argument
 from heedful_lab.commands.generate.options import Generation
-from heedful_lab.commands.models import (
-    longest,
-    open_model,
-    open_tokenizer,
-    read_text,
-    size_in_words,
-)
-from heedful_lab.commands.policies import cache_dtype_of, policy_of, reads_budgets
+from heedful_lab.commands.models import ModelSource, longest, read_text, size_in_words
+from heedful_lab.commands.policies import EvictionChoice, cache_dtype_of
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
+
+
+class Decoding(NamedTuple):
+    """Options of writing a text.
+
+    max_new_tokens: of it.
+    temperature: 0 takes the likeliest token each time.
+    chunk: tokens of a prompt at a time; `None` is `prompt_chunk`.
+    seed: of drawn tokens.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    chunk: int | None
+    seed: int
+
+
+class GenerationPlan(NamedTuple):
+    """A generation in plain values.
+
+    source: the model.
+    text, chat: the prompt, and whether the tokenizer's chat template is put around it.
+    choice, dtype: of its cache.
+    decoding: how the text is written.
+    saved, save: files of a cache to go on from, and to write in place of a text.
+    beside_whole: first write with the full cache.
+    """
+
+    source: ModelSource
+    text: str
+    chat: bool
+    choice: EvictionChoice
+    dtype: torch.dtype | None
+    decoding: Decoding
+    saved: str | None
+    save: str | None
+    beside_whole: bool
 
 
 class GenerationResult(NamedTuple):
@@ -88,52 +119,62 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
     Raises:
         ValueError: an option cannot be read, or does not fit the model.
     """
-    text = options.prompt if options.file is None else read_text(Path(options.file))
-    model = open_model(
-        options.model,
-        options.device,
-        dtype=options.dtype,
-        adapter=options.adapter,
-        budgets=reads_budgets(options),
-        convert=False,
+    plan = GenerationPlan(
+        ModelSource(
+            options.model, options.device, options.dtype, options.adapter, options.tokenizer
+        ),
+        options.prompt if options.file is None else read_text(Path(options.file)),
+        options.chat,
+        EvictionChoice(options.budget, options.eviction, options.seed),
+        cache_dtype_of(options.cache_dtype),
+        Decoding(options.max_new_tokens, options.temperature, options.chunk, options.seed),
+        options.cache,
+        options.save_cache,
+        options.beside_whole,
     )
-    policy = policy_of(options, model)
+    yield from _run(plan, write)
+
+
+def _run(plan: GenerationPlan, write: Callable[[str], None]) -> Iterator[GenerationResult]:
+    choice, decoding = plan.choice, plan.decoding
+    model = plan.source.open(budgets=choice.own_budgets, convert=False)
+    policy = choice.policy(model)
     if not isinstance(model, ConvertedModel) and needs_conversion(model, policy or None):
         replace_attention(model, "standard")
-    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
-    if options.cache is not None:
-        given = None if options.budget is None else policy or None
-        cache = load_cache(options.cache, model, given)
-        ids = _prompt(text, tokenizer, options.chat, "later")
-        _check_fits(cache.get_seq_length() + ids.shape[1], options, longest(model), False)
-        yield _generate(options, model, tokenizer, ids, cache, write)
+    tokenizer = plan.source.open_tokenizer(model)
+    paired, most = model.config.is_encoder_decoder, longest(model)
+    if plan.saved is not None:
+        cache = load_cache(plan.saved, model, None if choice.budget is None else policy or None)
+        ids = _prompt(plan.text, tokenizer, plan.chat, "later")
+        _check_fits(cache.get_seq_length() + ids.shape[1], decoding.max_new_tokens, most, False)
+        yield _generate(model, tokenizer, ids, cache, decoding, write)
         return
-    ids = _prompt(text, tokenizer, options.chat, "whole" if options.save_cache is None else "first")
-    _check_fits(ids.shape[1], options, longest(model), model.config.is_encoder_decoder)
-    dtype = cache_dtype_of(options.cache_dtype)
-    cache = new_cache(model, policy, dtype=dtype)
-    if options.save_cache is not None:
-        if model.config.is_encoder_decoder:
+    ids = _prompt(plan.text, tokenizer, plan.chat, "whole" if plan.save is None else "first")
+    _check_fits(ids.shape[1], decoding.max_new_tokens, most, paired)
+    cache = new_cache(model, policy, dtype=plan.dtype)
+    if plan.save is not None:
+        if paired:
             raise UserError("save_cache needs a decoder, and this model has an encoder: drop it")
-        _read(model, ids, cache, options.chunk or prompt_chunk(cache) or ids.shape[1])
-        cache.save(options.save_cache)
+        _read(model, ids, cache, decoding.chunk or prompt_chunk(cache) or ids.shape[1])
+        cache.save(plan.save)
         yield _result("", ids.shape[1], 0, None, cache)
         return
-    if options.beside_whole:
-        if not _policies(cache) and dtype is None:
+    if plan.beside_whole:
+        if not _policies(cache) and plan.dtype is None:
             raise UserError(
                 "beside_whole needs a smaller cache to compare; give a --budget or a --cache-dtype"
             )
-        yield _generate(options, model, tokenizer, ids, new_cache(model, eviction=False), write)
-    yield _generate(options, model, tokenizer, ids, cache, write)
+        whole = new_cache(model, eviction=False)
+        yield _generate(model, tokenizer, ids, whole, decoding, write)
+    yield _generate(model, tokenizer, ids, cache, decoding, write)
 
 
 def _generate(
-    options: Generation,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: Int[Tensor, "1 T"],
     cache: KVCache,
+    decoding: Decoding,
     write: Callable[[str], None],
 ) -> GenerationResult:
     paired = model.config.is_encoder_decoder
@@ -143,16 +184,16 @@ def _generate(
         ids = torch.cat([ids.new_zeros(1, passed), ids], dim=1)
     if not paired and not passed:
         expect_prompt(cache, prompt)  # its last piece may be a single token
-    torch.manual_seed(options.seed)
+    torch.manual_seed(decoding.seed)
     sequences = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         **generate_argument(cache),
-        prefill_chunk_size=None if paired or passed else options.chunk or prompt_chunk(cache),
-        max_new_tokens=options.max_new_tokens,
+        prefill_chunk_size=None if paired or passed else decoding.chunk or prompt_chunk(cache),
+        max_new_tokens=decoding.max_new_tokens,
         num_beams=1,
-        do_sample=options.temperature > 0,
-        temperature=options.temperature or None,
+        do_sample=decoding.temperature > 0,
+        temperature=decoding.temperature or None,
         top_k=None,
         top_p=None,
         streamer=streamer,
@@ -201,22 +242,19 @@ def _policies(cache: KVCache) -> list[Eviction]:
     return [policy for x in cache.layers if (policy := getattr(x, "policy", None)) is not None]
 
 
-def _check_fits(prompt: int, options: Generation, most: int | None, paired: bool) -> None:
+def _check_fits(prompt: int, new: int, most: int | None, paired: bool) -> None:
     if paired and most is not None:  # a source and its target have positions of their own
-        for what, tokens in (
-            ("prompt has", prompt),
-            ("max_new_tokens asks for", options.max_new_tokens),
-        ):
+        for what, tokens in (("prompt has", prompt), ("max_new_tokens asks for", new)):
             if tokens > most:
                 raise UserError(
                     f"{what} {tokens} tokens, and the model has {most} positions; give fewer"
                 )
         return
-    if most is None or prompt + options.max_new_tokens <= most:
+    if most is None or prompt + new <= most:
         return
     way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"
     raise UserError(
-        f"prompt has {prompt} tokens, and with {options.max_new_tokens} new ones that is more than "
+        f"prompt has {prompt} tokens, and with {new} new ones that is more than "
         f"the {most} that the model has positions for; {way_out}"
     )
 

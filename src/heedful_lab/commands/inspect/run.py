@@ -8,17 +8,15 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import Eviction
 from heedful.hf import conversion_of
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.look import LayerLook, cached_over_time, look_into
 from heedful.nn import MechanismConfig
 from heedful_lab.commands.inspect.options import MOST_TOKENS, Inspection
-from heedful_lab.commands.models import longest, open_model, open_tokenizer, read_text
-from heedful_lab.commands.policies import policy_of, reads_budgets
+from heedful_lab.commands.models import ModelSource, longest, read_text
+from heedful_lab.commands.policies import EvictionChoice
 
 
 class InspectionResult(NamedTuple):
@@ -42,6 +40,22 @@ class InspectionResult(NamedTuple):
     causal: bool
 
 
+class InspectionPlan(NamedTuple):
+    """An inspection in plain values.
+
+    source: the model.
+    text, tokens: what it reads, and how many tokens of it at most.
+    layers: those that are shown; empty is all.
+    choice: of a cache that is shown.
+    """
+
+    source: ModelSource
+    text: str
+    tokens: int | None
+    layers: tuple[int, ...]
+    choice: EvictionChoice
+
+
 def inside(options: Inspection) -> InspectionResult:
     """Run the model as `heedful inspect` does.
 
@@ -51,35 +65,49 @@ def inside(options: Inspection) -> InspectionResult:
     Raises:
         ValueError: an option cannot be read, or does not fit the model.
     """
-    text = options.text if options.file is None else read_text(Path(options.file))
-    if not text:
-        raise UserError("text must have at least one character, got an empty one")
-    model = open_model(
-        options.model,
-        options.device,
-        dtype=options.dtype,
-        adapter=options.adapter,
-        budgets=reads_budgets(options),
+    plan = InspectionPlan(
+        ModelSource(
+            options.model, options.device, options.dtype, options.adapter, options.tokenizer
+        ),
+        options.text if options.file is None else read_text(Path(options.file)),
+        options.tokens,
+        options.layers,
+        EvictionChoice(options.budget, options.eviction, options.seed),
     )
+    return _run(plan)
+
+
+def _run(plan: InspectionPlan) -> InspectionResult:
+    name, choice = plan.source.name, plan.choice
+    if not plan.text:
+        raise UserError("text must have at least one character, got an empty one")
+    model = plan.source.open(budgets=choice.own_budgets)
     if model.config.is_encoder_decoder:
         raise UserError(
-            f"model {options.model!r} is an encoder-decoder ({model.config.model_type}), whose "
+            f"model {name!r} is an encoder-decoder ({model.config.model_type}), whose "
             "cross-attention looks at two sequences; name a decoder or an encoder"
         )
-    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
-    ids, tokens = _tokens(text, tokenizer, options, longest(model))
+    tokenizer = plan.source.open_tokenizer(model)
+    ids, tokens = _tokens(plan.text, tokenizer, plan.tokens, longest(model))
     causal = bool(attention_modules(model))
-    policy = _policy(options, model, causal)
-    torch.manual_seed(options.seed)
-    cached = {} if policy is None else cached_over_time(model, ids, policy)
-    layers = options.layers or tuple(cached)
+    if not causal and choice.budget is not None:
+        raise UserError(
+            f"budget is for decoders, and {name!r} is an encoder, which keeps nothing between "
+            "calls; leave it out"
+        )
+    policy = choice.policy(model)
+    if policy is None:
+        policy = conversion_of(model).eviction
+    torch.manual_seed(choice.seed)
+    cached = cached_over_time(model, ids, policy) if policy else {}
+    layers = plan.layers or tuple(cached)
     return InspectionResult(
-        model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
+        model=Path(name).resolve().name if Path(name).is_dir() else name,
         mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
         tokens=tokens,
-        looks=look_into(model, ids, options.layers),
+        looks=look_into(model, ids, plan.layers),
         cached={index: map_ for index, map_ in cached.items() if index in layers},
-        policy="" if policy is None else str(policy),
+        policy=str(policy) if policy else "",
         causal=causal,
     )
 
@@ -95,12 +123,12 @@ def _in_words(mechanism: MechanismConfig) -> str:
 
 
 def _tokens(
-    text: str, tokenizer, options: Inspection, positions: int | None
+    text: str, tokenizer, first: int | None, positions: int | None
 ) -> tuple[Int[Tensor, "1 T"], list[str]]:
-    """The requested tokens, and what of the text each stands for."""
+    """The first tokens, and what of the text each stands for."""
     ids = tokenizer.encode(text)
-    spelled = spelled_tokens(text, ids, tokenizer)[: options.tokens]
-    ids = ids[: options.tokens]
+    spelled = spelled_tokens(text, ids, tokenizer)[:first]
+    ids = ids[:first]
     if not ids:
         raise UserError("text has no tokens; give at least one word")
     most = MOST_TOKENS if positions is None else min(positions, MOST_TOKENS)
@@ -128,15 +156,3 @@ def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
         texts.append(text[min(end, start) : stop])
         end = stop
     return texts
-
-
-def _policy(options: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
-    if not causal and options.budget is not None:
-        raise UserError(
-            f"budget is for decoders, and {options.model!r} is an encoder, which keeps nothing "
-            "between calls; leave it out"
-        )
-    policy = policy_of(options, model)
-    if policy is None:
-        policy = conversion_of(model).eviction
-    return policy or None

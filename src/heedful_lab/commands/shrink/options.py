@@ -1,6 +1,6 @@
 """The options of `heedful shrink`; imports nothing heavy."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import tyro
@@ -70,3 +70,8 @@ class Shrink:
             raise UserError("data names texts alone; questions about facts in them come by itself")
         if self.train == "none" and self.steps is not None:
             raise UserError("steps is for training, and train='none' has none; leave it out")
+
+    def identity(self) -> dict:
+        """The options that decide the result, as JSON."""
+        values = asdict(self).items()
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values if k != "out"}

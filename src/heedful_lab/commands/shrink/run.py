@@ -1,11 +1,11 @@
 """Train, share out and measure a small cache, step by step; each step resumes by itself."""
 
-import dataclasses
 import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,22 +27,22 @@ from heedful_lab.commands.budget.options import BudgetSearch
 from heedful_lab.commands.budget.rows import Rows, read_rows
 from heedful_lab.commands.budget.search import search
 from heedful_lab.commands.models import (
+    ModelSource,
     device_of,
     dtype_option,
     is_converted,
     longest,
-    open_model,
-    open_tokenizer,
     size_in_words,
 )
 from heedful_lab.commands.options import RECALL
-from heedful_lab.commands.shrink.options import Shrink
-from heedful_lab.commands.train.inputs import digests
+from heedful_lab.commands.shrink.options import Shrink, ShrinkTraining
+from heedful_lab.commands.train.inputs import RunInputs
 from heedful_lab.commands.train.options import EVICT, HIDE, RECIPES, Training
 from heedful_lab.commands.train.run import train_text
 from heedful_lab.records.environment import environment
+from heedful_lab.records.folder import UNFINISHED, resumed
 
-ABOUT, _UNFINISHED = "shrink.json", "unfinished"
+ABOUT = "shrink.json"
 _SELECTOR = 16  # numbers of a selector's key, as the recipe trains them
 _POSITION, _F = 8, 4  # bytes per token
 _CHUNK = 32  # tokens of a call, in training and in what is measured
@@ -117,103 +117,143 @@ def shrink(
         ValueError: the model is not supported, the ratio cannot be reached, or the folder holds
             something else.
     """
-    out = Path(options.out)
+    plan = ShrinkPlan(
+        Path(options.out),
+        ModelSource(options.model, options.device, options.dtype, tokenizer=options.tokenizer),
+        options.ratio,
+        options.length,
+        options.train,
+        RunInputs(options.model, options.data, options.held_out, options.tokenizer),
+        options.steps,
+        options.trials,
+        options.rows,
+        options.seed,
+        options.identity(),
+    )
+    return _run(plan, announce, should_stop)
+
+
+class ShrinkPlan(NamedTuple):
+    """A small cache to make, in plain values; fields are those of `Shrink`.
+
+    inputs: all that is read.
+    options: those that decide the result, as JSON.
+    """
+
+    out: Path
+    source: ModelSource
+    ratio: float
+    length: int
+    train: ShrinkTraining
+    inputs: RunInputs
+    steps: int | None
+    trials: int
+    rows: int
+    seed: int
+    options: dict
+
+    def identity(self) -> dict:
+        """Options that decide the result, with digests of all that is read, as JSON."""
+        return {"options": self.options, "inputs": self.inputs.digests()}
+
+    def training(self, recipe: Literal["hide", "evict"], model: str, texts: "_Texts") -> Training:
+        """The training of selectors beside a model, or of LoRA under an adapter's budgets."""
+        place = device_of(self.source.device).type
+        return Training(
+            model=model,
+            recipe=recipe,
+            data=(f"{texts.data}:2", f"{RECALL}:3") if texts.recalls else (texts.data,),
+            held_out=(texts.held_out,),
+            out=str(self.out / UNFINISHED / ("selectors" if recipe == HIDE else "lora")),
+            steps=self.steps,
+            length=self.length,
+            evaluations=1,
+            dtype="bfloat16" if self.source.dtype == "bfloat16" or place == "cuda" else "auto",
+            device=place,
+            tokenizer=self.source.tokenizer,
+            seed=self.seed,
+            **({"rank": 6} if recipe == EVICT else {}),
+        )
+
+    def search(self, adapter: str, tokens: int, texts: "_Texts") -> BudgetSearch:
+        """The search for the budgets of an adapter, of so many tokens per layer on average."""
+        return BudgetSearch(
+            adapter,
+            data=(texts.data, RECALL) if texts.recalls else (texts.data,),
+            tokens=tokens,
+            length=self.length,
+            rows=self.rows,
+            trials=self.trials,
+            dtype=self.source.dtype,
+            device=self.source.device,
+            tokenizer=self.source.tokenizer,
+        )
+
+
+def _run(
+    plan: ShrinkPlan, announce: Callable[[str], None], should_stop: Callable[[], bool]
+) -> ShrinkResult:
+    out, work, name = plan.out, plan.out / UNFINISHED, plan.source.name
     with only_writer(out):
-        if (result := _finished(out, options)) is not None:
-            return result
-        model = _stock(options)
-        tokenizer = open_tokenizer(options.tokenizer, options.model, model)
-        size = size_for(model, options)
-        work = out / _UNFINISHED
-        recalls = getattr(tokenizer, "is_fast", False) and options.length >= _LEAST_RECALL
-        texts = _write_texts(options, work, recalls)
-        held_out = read_rows((texts.held_out,), tokenizer, options.length, options.rows)
-        announce(_plan(options, model, size, held_out))
-        write_whole(work / ABOUT, _to_text(options, {}))
-        if options.train == "none":
+        about = resumed(out, ABOUT, plan.identity)
+        if about is not None and about["result"] is not None:
+            return ShrinkResult(**about["result"])
+        model = _stock(plan.source, plan.length)
+        tokenizer = plan.source.open_tokenizer(model)
+        size = size_for(model, plan.length, plan.ratio, plan.train != "none")
+        paths = work / "text.jsonl", work / "held-out.jsonl"
+        if about is None:
+            _write_texts(plan.inputs.data, plan.inputs.held_out, paths)
+        recalls = getattr(tokenizer, "is_fast", False) and plan.length >= _LEAST_RECALL
+        texts = _Texts(*map(str, paths), recalls)
+        held_out = read_rows((texts.held_out,), tokenizer, plan.length, plan.rows)
+        seconds = _seconds_per_sequence(model, held_out)
+        announce(_estimate(plan, size, seconds))
+        about = plan.identity() | {"environment": environment(), "result": None}
+        write_whole(out / ABOUT, json.dumps(about, indent=2) + "\n")
+        if plan.train == "none":
             adapter = work / "base"
             replace_attention(model, "standard", attends=False)
             conversion_of(model).eviction = StreamingLLM(tokens=size.tokens)
-            save_adapter(model, adapter, base=options.model)
+            save_adapter(model, adapter, base=name)
         else:
             del model
-            adapter = work / "selectors"
-            _train(options, HIDE, options.model, texts, adapter, should_stop)
-        _search(options, size.tokens, texts, adapter)
-        if options.train == "lora":
-            trained, adapter = adapter, work / "lora"
-            _train(options, EVICT, str(trained), texts, adapter, should_stop)
-        result = _measured(options, adapter, held_out)._replace(folder=str(out))
+            adapter = train_text(plan.training(HIDE, name, texts), should_stop).folder
+        search(plan.search(str(adapter), size.tokens, texts))
+        if plan.train == "lora":
+            adapter = train_text(plan.training(EVICT, str(adapter), texts), should_stop).folder
+        model = replace(plan.source, name=str(adapter)).open(convert=False)
+        result = _measured(model, held_out, str(out))
         for path in adapter.iterdir():
             if path.is_file() and not path.name.startswith("."):
                 shutil.copy2(path, out / path.name)
-        write_whole(out / ABOUT, _to_text(options, {"result": result._asdict()}))
+        about |= {"result": result._asdict()}
+        write_whole(out / ABOUT, json.dumps(about, indent=2) + "\n")
         shutil.rmtree(work)
     return result
 
 
-def _finished(out: Path, options: Shrink) -> ShrinkResult | None:
-    """The result in the folder, if it has ended; raises if something else is in it."""
-    for path in (out / ABOUT, out / _UNFINISHED / ABOUT):
-        if not path.is_file():
-            continue
-        try:
-            about = json.loads(path.read_text())
-            same_options = about["options"] == _identity(options)
-            inputs, result = about["inputs"], about.get("result")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} is damaged; choose another folder, or delete it") from None
-        if not same_options or inputs != _inputs(options):
-            other = "another model or text" if same_options else "other options"
-            raise UserError(
-                f"out={str(out)!r} holds what heedful shrink made with {other}; choose another "
-                "folder, or delete this one"
-            )
-        return None if result is None else ShrinkResult(**result)
-    others = sorted(x.name for x in out.glob("*") if not x.name.startswith("."))
-    if others and others != [_UNFINISHED]:
-        raise UserError(
-            f"out={str(out)!r} holds {', '.join(others[:3])} and no {ABOUT}; choose another folder"
-        )
-    return None
-
-
-def _identity(options: Shrink) -> dict:
-    """Options that decide the result, as JSON has them."""
-    fields = dataclasses.asdict(options)
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k != "out"}
-
-
-def _inputs(options: Shrink) -> dict[str, object]:
-    """Digests of all that is read."""
-    return digests(options.model, options.data, options.held_out, options.tokenizer)
-
-
-def _to_text(options: Shrink, more: dict) -> str:
-    about = {
-        "options": _identity(options), "inputs": _inputs(options), "environment": environment()
-    }  # fmt: skip
-    return json.dumps(about | more, indent=2) + "\n"
-
-
-def _stock(options: Shrink) -> PreTrainedModel:
+def _stock(source: ModelSource, length: int) -> PreTrainedModel:
     """The model as it is."""
-    if is_adapter(options.model) or is_converted(Path(options.model)):
+    if is_adapter(source.name) or is_converted(Path(source.name)):
         raise UserError(
-            f"model {options.model!r} has a mechanism already; name the model that it stands beside"
+            f"model {source.name!r} has a mechanism already; name the model that it stands beside"
         )
-    model = stock_model(options.model, **dtype_option(options.dtype)).eval()
+    model = stock_model(source.name, **dtype_option(source.dtype)).eval()
     room = longest(model)
-    if room is not None and options.length > room:
-        raise UserError(
-            f"length must be at most {room}, the model's positions, got {options.length}"
-        )
-    return model.to(device_of(options.device))
+    if room is not None and length > room:
+        raise UserError(f"length must be at most {room}, the model's positions, got {length}")
+    return model.to(device_of(source.device))
 
 
 @torch.no_grad()
-def size_for(model: PreTrainedModel, options: Shrink) -> Size:
-    """The number of tokens per layer that takes the bytes of the ratio.
+def size_for(model: PreTrainedModel, length: int, ratio: float, selects: bool) -> Size:
+    """The number of tokens per layer that takes the bytes of the ratio after `length` tokens.
+
+    Arguments:
+        model: as it is.
+        length, ratio: fields of `Shrink`.
+        selects: selectors rank the tokens, and cost bytes.
 
     Raises:
         ValueError: fewer than a policy protects, or all of them.
@@ -221,30 +261,24 @@ def size_for(model: PreTrainedModel, options: Shrink) -> Size:
     cache = new_cache(model, False)
     model(torch.ones(1, 1, dtype=torch.long, device=model.device), **cache_argument(model, cache))
     layers, policy = cache.layers, StreamingLLM(tokens=13)
-    windows = [options.length if x.map.window is None else x.map.window - 1 for x in layers]
-    full = sum(
-        min(options.length, seen) * x.bf16_nbytes for x, seen in zip(layers, windows, strict=True)
-    )
-    selects = options.train != "none"
+    windows = [length if x.map.window is None else x.map.window - 1 for x in layers]
+    full = sum(min(length, seen) * x.bf16_nbytes for x, seen in zip(layers, windows, strict=True))
     streams = _POSITION + (_F + _SELECTOR * model.dtype.itemsize if selects else 0)
 
     def nbytes(tokens: int) -> int:
         each = zip(layers, windows, strict=True)
         return sum(min(tokens, seen) * (x.whole_nbytes + streams) for x, seen in each)
 
-    least, most = policy.sinks + policy.recent + 1, options.length
-    if nbytes(least) * options.ratio > full:
+    least, most = policy.sinks + policy.recent + 1, length
+    if nbytes(least) * ratio > full:
         raise UserError(
-            f"ratio={options.ratio:g} leaves no room for the {least} tokens that every layer keeps "
-            f"of {options.length}: at most {full / nbytes(least):.1f} here; give a smaller ratio, "
+            f"ratio={ratio:g} leaves no room for the {least} tokens that every layer keeps "
+            f"of {length}: at most {full / nbytes(least):.1f} here; give a smaller ratio, "
             "or a larger --length"
         )
-    fits = [n for n in range(least, most) if nbytes(n) * options.ratio <= full]
-    if nbytes(most) * options.ratio <= full:
-        raise UserError(
-            f"ratio={options.ratio:g} needs no eviction at {options.length} tokens; give a larger "
-            "one"
-        )
+    fits = [n for n in range(least, most) if nbytes(n) * ratio <= full]
+    if nbytes(most) * ratio <= full:
+        raise UserError(f"ratio={ratio:g} needs no eviction at {length} tokens; give a larger one")
     return Size(fits[-1], nbytes(fits[-1]), full)
 
 
@@ -256,18 +290,17 @@ class _Texts(NamedTuple):
     recalls: bool
 
 
-def _write_texts(options: Shrink, work: Path, recalls: bool) -> _Texts:
-    """The text to train and search on, and the held-out text, as files."""
-    paths = work / "text.jsonl", work / "held-out.jsonl"
-    if not (work / ABOUT).is_file():  # texts without it may be others
-        documents = corpus(options.data, limit_bytes=_READ)
-        if options.held_out:
-            apart = corpus(options.held_out, limit_bytes=_READ)
-        else:
-            documents, apart = _parted(documents)
-        for path, those in zip(paths, (documents, apart), strict=True):
-            write_lines(path, [{"text": x.text} for x in those])
-    return _Texts(*map(str, paths), recalls)
+def _write_texts(
+    data: tuple[str, ...], held_out: tuple[str, ...], paths: tuple[Path, Path]
+) -> None:
+    """Write the text to train and search on, and the held-out text, as files."""
+    documents = corpus(data, limit_bytes=_READ)
+    if held_out:
+        apart = corpus(held_out, limit_bytes=_READ)
+    else:
+        documents, apart = _parted(documents)
+    for path, those in zip(paths, (documents, apart), strict=True):
+        write_lines(path, [{"text": x.text} for x in those])
 
 
 def _parted(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -282,87 +315,44 @@ def _parted(documents: Sequence[Document]) -> tuple[list[Document], list[Documen
 
 
 @torch.no_grad()
-def _plan(options: Shrink, model: PreTrainedModel, size: Size, rows: Rows) -> str:
-    """The steps, and an estimate of their minutes, by the time of one sequence."""
+def _seconds_per_sequence(model: PreTrainedModel, rows: Rows) -> float:
     ids = rows.ids[:1].to(model.device)
     model(input_ids=ids, use_cache=False)
     begun = time.perf_counter()
     model(input_ids=ids, use_cache=False)
-    passes = options.trials * 2 * options.rows * _TRIAL_ROW + 2 * options.rows * _MEASURED_ROW
+    return time.perf_counter() - begun
+
+
+def _estimate(plan: ShrinkPlan, size: Size, seconds: float) -> str:
+    """The steps, and an estimate of their minutes, by the time of one sequence."""
+    passes = plan.trials * 2 * plan.rows * _TRIAL_ROW + 2 * plan.rows * _MEASURED_ROW
     steps = []
-    if options.train != "none":
-        passes += (count := options.steps or RECIPES[HIDE].steps) * _SELECTOR_STEP
+    if plan.train != "none":
+        passes += (count := plan.steps or RECIPES[HIDE].steps) * _SELECTOR_STEP
         steps.append(f"{count} steps of selectors")
-    steps.append(f"{options.trials} trials of budgets")
-    if options.train == "lora":
-        passes += (count := options.steps or RECIPES[EVICT].steps) * _LORA_STEP
+    steps.append(f"{plan.trials} trials of budgets")
+    if plan.train == "lora":
+        passes += (count := plan.steps or RECIPES[EVICT].steps) * _LORA_STEP
         steps.append(f"{count} steps of LoRA")
-    minutes = passes * (time.perf_counter() - begun) / 60
     return (
-        f"{options.ratio:g} × fewer bytes than {size_in_words(size.bf16_nbytes)} in bf16: "
-        f"{size.tokens} of {options.length} tokens per layer\n"
-        f"{', '.join(steps)}: about {max(1, round(minutes))} minutes on this machine; stopped, the "
-        "same command goes on"
-    )
-
-
-def _train(
-    options: Shrink,
-    recipe: str,
-    model: str,
-    texts: _Texts,
-    out: Path,
-    should_stop: Callable[[], bool],
-) -> None:
-    bfloat16 = device_of(options.device).type == "cuda" or options.dtype == "bfloat16"
-    train_text(
-        Training(
-            model=model,
-            recipe=recipe,
-            data=(f"{texts.data}:2", f"{RECALL}:3") if texts.recalls else (texts.data,),
-            held_out=(texts.held_out,),
-            out=str(out),
-            steps=options.steps,
-            length=options.length,
-            evaluations=1,
-            dtype="bfloat16" if bfloat16 else "auto",
-            device=device_of(options.device).type,
-            tokenizer=options.tokenizer,
-            seed=options.seed,
-            **({"rank": 6} if recipe == EVICT else {}),
-        ),
-        should_stop,
-    )
-
-
-def _search(options: Shrink, tokens: int, texts: _Texts, adapter: Path) -> None:
-    search(
-        BudgetSearch(
-            str(adapter),
-            data=(texts.data, RECALL) if texts.recalls else (texts.data,),
-            tokens=tokens,
-            length=options.length,
-            rows=options.rows,
-            trials=options.trials,
-            dtype=options.dtype,
-            device=options.device,
-            tokenizer=options.tokenizer,
-        )
+        f"{plan.ratio:g} × fewer bytes than {size_in_words(size.bf16_nbytes)} in bf16: "
+        f"{size.tokens} of {plan.length} tokens per layer\n"
+        f"{', '.join(steps)}: about {max(1, round(passes * seconds / 60))} minutes on this "
+        "machine; stopped, the same command goes on"
     )
 
 
 @torch.no_grad()
-def _measured(options: Shrink, adapter: Path, held_out: Rows) -> ShrinkResult:
-    """Bytes, loss and time of the folder's cache, on held-out sequences."""
-    model = open_model(str(adapter), options.device, dtype=options.dtype, convert=False)
-    eviction = conversion_of(model).eviction
+def _measured(model: PreTrainedModel, held_out: Rows, folder: str) -> ShrinkResult:
+    """Bytes, loss and time of an adapter's cache, on held-out sequences."""
+    (rows, length), eviction = held_out.ids.shape, conversion_of(model).eviction
     whole, small = (_perplexity(model, held_out, x) for x in (False, eviction))
     cache, full = new_cache(model), new_cache(model, False)
     times = [_seconds_per_token(model, x, held_out) for x in (full, cache)]
     counts = eviction.budgets(len(cache.layers))
-    mean = sum(options.length if n is None else n for n in counts) / len(counts)
+    mean = sum(length if n is None else n for n in counts) / len(counts)
     return ShrinkResult(
-        folder=str(adapter), tokens=round(mean), length=options.length, rows=options.rows,
+        folder=folder, tokens=round(mean), length=length, rows=rows,
         nbytes=cache.nbytes, bf16_nbytes=cache.bf16_nbytes, whole=whole, perplexity=small,
         ms_per_token=1000 * times[1], whole_ms_per_token=1000 * times[0],
     )  # fmt: skip

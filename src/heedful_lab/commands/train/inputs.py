@@ -1,6 +1,7 @@
 """Digests of what a training run reads, so that it goes on with the same, and with nothing else."""
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -11,43 +12,45 @@ from heedful.hf.adapter_folders import base_of, is_adapter
 from heedful.hf.budgets import NAME
 from heedful.hf.identity import files_digest
 from heedful.hf.stock import gguf_file, is_gguf
-from heedful_lab.commands.options import RECALL
-from heedful_lab.commands.train.options import EVICT, SIZES, Training
+from heedful_lab.commands.train.options import SIZES
 
 _OF_A_MODEL = (".safetensors", ".bin", ".json", ".gguf", ".model", ".txt")
 _OF_OTHERS = ("training.json", NAME)  # of a run, and of a search
 
 
-def run_inputs(options: Training) -> dict[str, object]:
-    """Digests of the model, the texts, the tokenizer and the budgets, as JSON.
+@dataclass(frozen=True)
+class RunInputs:
+    """Files that a run reads, by name.
 
-    Raises:
-        ValueError: a text is missing, or named twice.
+    model: as on the command line.
+    data: names of texts.
+    held_out: of those of the evaluation set.
+    tokenizer: a folder, or anything else, which does not count.
+    budgets: a file of budgets under which the run trains.
     """
-    texts = tuple(x for part in options.parts() for x in part.data if x != RECALL)
-    inputs = digests(options.model, texts, options.held_out, options.tokenizer)
-    budgets = Path(options.model) / NAME
-    if options.recipe == EVICT and budgets.is_file():
-        inputs["budgets"] = files_digest([budgets])
-    return inputs
 
+    model: str
+    data: tuple[str, ...]
+    held_out: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    budgets: Path | None = None
 
-def digests(
-    model: str, data: tuple[str, ...], held_out: tuple[str, ...], tokenizer: str | None
-) -> dict[str, object]:
-    """Digests of a model, of texts and of a tokenizer, as JSON.
+    def digests(self) -> dict[str, object]:
+        """Digests of all of it, as JSON.
 
-    A name on the hub counts by the commit that is cached, a dataset there by its name.
+        A name on the hub counts by the commit that is cached, a dataset there by its name.
 
-    Raises:
-        ValueError: a text is missing, or named twice.
-    """
-    inputs = {"model": _of_model(model), "data": _of_texts(data)}
-    if held_out:
-        inputs["held_out"] = _of_texts(held_out)
-    if tokenizer is not None and Path(tokenizer).is_dir():
-        inputs["tokenizer"] = _of_folder(Path(tokenizer))
-    return inputs
+        Raises:
+            ValueError: a text is missing, or named twice.
+        """
+        inputs = {"model": _of_model(self.model), "data": _of_texts(self.data)}
+        if self.held_out:
+            inputs["held_out"] = _of_texts(self.held_out)
+        if self.tokenizer is not None and Path(self.tokenizer).is_dir():
+            inputs["tokenizer"] = _of_folder(Path(self.tokenizer))
+        if self.budgets is not None and self.budgets.is_file():
+            inputs["budgets"] = files_digest([self.budgets])
+        return inputs
 
 
 def _of_model(name: str) -> str | list[str]:

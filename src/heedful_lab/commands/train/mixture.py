@@ -36,32 +36,36 @@ class Mixture(NamedTuple):
     held_out: TokenFile
 
 
-def read_mixture(
-    parts: list[Part],
-    held_out: tuple[str, ...],
-    tokenizer,
-    folder: Path,
-    *,
-    length: int,
-    tokens: int,
-    seed: int,
-    show: bool = False,
-) -> Mixture:
+class TextPlan(NamedTuple):
+    """Texts to read.
+
+    parts: of `Training.parts`.
+    held_out: the evaluation set; by default a twentieth of the first text.
+    length: tokens of a sequence.
+    tokens: of the whole run.
+    seed: of generated facts.
+    """
+
+    parts: list[Part]
+    held_out: tuple[str, ...]
+    length: int
+    tokens: int
+    seed: int
+
+
+def read_mixture(plan: TextPlan, tokenizer, folder: Path, show: bool = False) -> Mixture:
     """Encode each part into a folder of its own; parts that are there already are read back.
 
     Arguments:
-        parts: of `Training.parts`.
-        held_out: the evaluation set; by default a twentieth of the first text.
+        plan: what is read.
         tokenizer: of the model.
         folder: for the encoded parts.
-        length: tokens of a sequence.
-        tokens: of the whole run.
-        seed: of generated facts.
         show: a bar with what has been read.
 
     Raises:
         ValueError: a part cannot be read or is too short, or there is no text among them.
     """
+    parts, held_out, length, tokens, seed = plan
     files: list[TokenFile] = []
     evaluation: TokenFile | None = None
     bos, whole = leading_bos(tokenizer), sum(part.weight for part in parts)

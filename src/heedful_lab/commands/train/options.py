@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -82,6 +83,31 @@ class Part(NamedTuple):
     weight: int
 
 
+class Origin(NamedTuple):
+    """Model, mechanism and tokenizer that a run begins with; fields as in `Training`.
+
+    default_mechanism: of the recipe, where none is named and the model has none.
+    texts: that a new vocabulary is learned from.
+    under_budgets: the model is an adapter whose budgets it is trained under.
+    """
+
+    model: str
+    mechanism: tuple[str, ...]
+    default_mechanism: tuple[str, ...]
+    where: tuple[RoleName, ...]
+    tokenizer: str | None
+    vocabulary: int | None
+    texts: tuple[str, ...]
+    rank: int
+    seed: int
+    under_budgets: bool
+
+    @property
+    def has_weights(self) -> bool:
+        """Test whether the model is a trained one, and not a size or a configuration."""
+        return self.model not in SIZES and not self.model.endswith(".json")
+
+
 class Shape(NamedTuple):
     """A Llama of a size that one of the papers trains."""
 
@@ -105,6 +131,10 @@ SIZES = {
     "880m": Shape(1536, 24, 16, 4096, 128_256, True, 1e5),
     "1b": Shape(2048, 24, 16, 5632, 128_256, True, 1e5),
 }
+
+
+HARMLESS = ("save_minutes", "report_to", "device", "fsdp", "accumulate", "checkpointing", "compile")
+"""Fields that another call of the same run may change, as it trains the same model without them."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +286,7 @@ class Training:
             check_choice("schedule", self.schedule, ("cosine", "linear", "constant"))
         if self.where and not self.mechanism:
             raise UserError("where says where a mechanism stands: add --mechanism")
+        self.filled()  # raises
 
     def parts(self) -> list[Part]:
         """The mixture that `data` names; without weights, all of it is one part.
@@ -276,13 +307,28 @@ class Training:
             raise UserError(f"data: {empty[0]!r} has the weight 0; leave it out, or give it 1")
         return parts
 
-    def mechanisms(self) -> tuple[str, ...]:
-        """As spelled by `mechanism`, or by the recipe."""
-        return self.mechanism or ((HIDING,) if self.recipe == HIDE else ())
+    def origin(self) -> Origin:
+        """Model, mechanism and tokenizer that the run begins with."""
+        return Origin(
+            self.model,
+            self.mechanism,
+            (HIDING,) if self.recipe == HIDE else (),
+            self.where,
+            self.tokenizer,
+            self.vocabulary,
+            self.texts(),
+            self.rank,
+            self.seed,
+            under_budgets=self.recipe == EVICT,
+        )
 
-    def filled(self, has_weights: bool) -> TrainingRecipe:
+    def texts(self) -> tuple[str, ...]:
+        """Names of the texts, without the weights of parts."""
+        return tuple(x for part in self.parts() for x in part.data if x != RECALL)
+
+    def filled(self) -> TrainingRecipe:
         """The recipe, with the given options in its place."""
-        name = self.recipe
+        name, has_weights = self.recipe, self.origin().has_weights
         if name == "auto":
             name = "adapt" if has_weights else "scratch"
         own = {field: getattr(self, field) for field in TrainingRecipe._fields}
@@ -338,17 +384,19 @@ class Training:
             )
         return self.soft_budgets
 
+    def identity(self) -> dict:
+        """The options that make a run this run, as JSON: all but what is harmless to change."""
+        names = (x.name for x in fields(self) if x.name not in ("out", *HARMLESS))
+        return self._as_json(names)
 
-HARMLESS = ("save_minutes", "report_to", "device", "fsdp", "accumulate", "checkpointing", "compile")
-"""Fields that another call of the same run may change, as it trains the same model without them."""
+    def harmless(self) -> dict:
+        """The others, as JSON."""
+        return self._as_json(HARMLESS)
+
+    def _as_json(self, names: Iterable[str]) -> dict:
+        values = {name: getattr(self, name) for name in names}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def run_identity(training: Training) -> dict:
-    """Identity of a run, as JSON: all but what is harmless to change."""
-    names = [field.name for field in fields(training) if field.name not in ("out", *HARMLESS)]
-    values = {name: getattr(training, name) for name in names}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,6 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 
 from heedful.checks import UserError
 from heedful.files import only_writer, write_lines, write_whole, writing_to
@@ -27,24 +27,25 @@ from heedful.hf import conversion_of, revert
 from heedful.hf.adapter_folders import save_adapter
 from heedful.hf.adapters import converted_inside
 from heedful.hf.budgets import NAME, write_budgets
-from heedful.hf.versions import checkpointing_options
 from heedful.nn import Standard, to_json
 from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.eviction_order import EvictionOrderLoss, check_length
 from heedful.training.losses import MemoryLoss
-from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
+from heedful.training.run import RunCallback, RunTrainer, Schedule
 from heedful.training.sequences import IGNORE, EvaluationSequences, MixedSequences
 from heedful.training.trainer import parameter_groups
 from heedful.training.under_eviction import EvictionInTraining
-from heedful_lab.commands.train.inputs import run_inputs
-from heedful_lab.commands.train.mixture import Mixture, read_mixture
-from heedful_lab.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
-from heedful_lab.commands.train.start import Start, has_weights, starting_point
+from heedful_lab.commands.train.inputs import RunInputs
+from heedful_lab.commands.train.machine import Machine
+from heedful_lab.commands.train.mixture import Mixture, TextPlan, read_mixture
+from heedful_lab.commands.train.options import Origin, Training, TrainingRecipe
+from heedful_lab.commands.train.start import Start, starting_point
 from heedful_lab.records.environment import environment
+from heedful_lab.records.folder import UNFINISHED, resumed
 from heedful_lab.rivals.models import load
 from heedful_lab.rivals.retention import RetentionGateAttention
 
-_ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
+_ABOUT, _LOG = "training.json", "log.jsonl"
 
 
 class TrainingResult(NamedTuple):
@@ -81,30 +82,72 @@ def train_text(
         ValueError: an argument does not fit the model, the text or the folder, or the loss stopped
             being finite.
     """
-    check_device(options.device)
-    _check_reports(options.report_to)
-    out = Path(options.out)
-    recipe = options.filled(has_weights(options.model))
-    arguments = _arguments(options, recipe, out / _UNFINISHED)
-    main = arguments.process_index == 0
-    with only_writer(out) if main else nullcontext():
-        # The first process reads and writes, then the others find it done.
-        with arguments.main_process_first(local=False, desc="reading the text"):
-            if (result := _finished(out, options)) is not None:
-                return result
-            run = _begin(options, recipe, out, arguments, show=show and main)
-        result = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
-        arguments.distributed_state.wait_for_everyone()
-    return result if main else None
+    origin, recipe = options.origin(), options.filled()
+    plan = TrainingPlan(
+        out=Path(options.out),
+        origin=origin,
+        recipe=recipe,
+        data=TextPlan(
+            parts=options.parts(),
+            held_out=options.held_out,
+            length=recipe.length,
+            tokens=options.read_tokens or recipe.steps * recipe.batch * (recipe.length - 1),
+            seed=options.seed,
+        ),
+        inputs=RunInputs(
+            options.model,
+            options.texts(),
+            options.held_out,
+            options.tokenizer,
+            Path(options.model) / NAME if origin.under_budgets else None,
+        ),
+        machine=Machine(
+            options.device,
+            options.dtype,
+            options.accumulate,
+            options.checkpointing,
+            options.compile,
+            options.fsdp,
+            options.report_to,
+        ),
+        evaluations=options.evaluations,
+        save_minutes=options.save_minutes,
+        options=options.identity(),
+        harmless=options.harmless(),
+    )
+    return _run(plan, should_stop, show=show)
 
 
-def _check_reports(names: tuple[str, ...]) -> None:
-    """Raise unless losses can be sent there; Trainer would say so after the text is read."""
-    try:
-        for callback in get_reporting_integration_callbacks(list(names)):
-            callback()
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"report_to={' '.join(names)}: {error}") from None
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A run in plain values.
+
+    out: its folder.
+    origin: what it begins with.
+    recipe: its steps, sequences and rates.
+    data: the texts.
+    inputs: all that it reads, for its identity.
+    machine: where it is computed.
+    evaluations: how often the evaluation set is scored.
+    save_minutes: between checkpoints.
+    options: those that make it this run, as JSON.
+    harmless: the others.
+    """
+
+    out: Path
+    origin: Origin
+    recipe: TrainingRecipe
+    data: TextPlan
+    inputs: RunInputs
+    machine: Machine
+    evaluations: int
+    save_minutes: float
+    options: dict
+    harmless: dict
+
+    def identity(self) -> dict:
+        """Options that make it this run, with digests of all that it reads, as JSON."""
+        return {"options": self.options, "inputs": self.inputs.digests()}
 
 
 class _RunParts(NamedTuple):
@@ -113,43 +156,80 @@ class _RunParts(NamedTuple):
     checkpoints: Checkpoints
 
 
-def _finished(out: Path, options: Training) -> TrainingResult | None:
-    """Result of a folder's run, if it has ended; raises if another run made the folder."""
-    path = out / _ABOUT
-    if not path.is_file():
-        others = sorted(x.name for x in out.glob("*") if not x.name.startswith("."))
-        if others and others != [_UNFINISHED]:
-            raise UserError(
-                f"out={str(out)!r} holds {', '.join(others[:3])} and no {_ABOUT}, so no run of "
-                "this command made it; choose another folder"
-            )
-        return None
+def _run(
+    plan: TrainingPlan, should_stop: Callable[[], bool], *, show: bool
+) -> TrainingResult | None:
+    out, unfinished, recipe = plan.out, plan.out / UNFINISHED, plan.recipe
+    arguments = plan.machine.arguments(recipe, unfinished / "state", plan.data.seed)
+    main = arguments.process_index == 0
+    with only_writer(out) if main else nullcontext():
+        # The first process reads and writes, then the others find it done.
+        with arguments.main_process_first(local=False, desc="reading the text"):
+            if (about := resumed(out, _ABOUT, plan.identity)) is not None:
+                for changed in differences(about["harmless"], plan.harmless):
+                    warnings.warn(f"{changed}; the run stays what it was", stacklevel=3)
+                if about["ended"]:
+                    return TrainingResult(out, **about["ended"])
+            run = _begin(plan, unfinished, arguments, show=show and main)
+        schedule = Schedule(
+            steps=recipe.steps,
+            log_every=max(1, recipe.steps // 100),
+            evaluate_every=-(-recipe.steps // plan.evaluations),
+            check_every=max(1, recipe.steps // 100),
+            save_seconds=60 * plan.save_minutes,
+            step_tokens=recipe.batch * recipe.length,
+        )
+        result = _train(recipe, schedule, out, arguments, run, should_stop, show=show and main)
+        arguments.distributed_state.wait_for_everyone()
+    return result if main else None
+
+
+def _begin(
+    plan: TrainingPlan, folder: Path, arguments: TrainingArguments, *, show: bool
+) -> _RunParts:
+    """Model, vocabulary and sequences, and the folder's owner; nothing is left where they fail."""
+    fresh = not folder.exists()
+    if fresh and arguments.process_index:
+        raise UserError(
+            f"out={str(plan.out)!r} must be on a file system that all nodes share: the first "
+            f"process has begun a run there, and process {arguments.process_index} finds none"
+        )
     try:
-        about = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); choose another folder") from None
-    if "inputs" not in about:
-        raise UserError(
-            f"{path} was written by an older version, which noted no digests of model, data and "
-            "budgets; choose another folder, or delete this one"
-        )
-    identity = _identity(options)
-    changed = differences(about["options"], identity["options"])
-    if changed := changed + differences(about["inputs"], identity["inputs"], "digests"):
-        raise UserError(
-            f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
-            "folder, or delete this one"
-        )
-    for changed in differences(about["harmless"], _harmless(options)):
-        warnings.warn(f"{changed}; the run stays what it was", stacklevel=3)
-    ended = about["ended"]
-    return ended and TrainingResult(out, **ended)
+        start = _start(plan.origin, plan.recipe, folder / "tokenizer", arguments.bf16)
+        text = read_mixture(plan.data, start.tokenizer, folder / "text", show)
+    except BaseException:
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    identity, recipe = plan.identity(), plan.recipe._asdict()
+    parameters = sum(p.numel() for p in start.model.parameters())
+    own = identity | {"recipe": recipe, "parameters": parameters}
+    checkpoints = Checkpoints(folder / "state", own)
+    if arguments.process_index == 0:
+        about = identity | {
+            "harmless": plan.harmless,
+            "recipe": recipe,
+            "mechanisms": _mechanisms(start.model),
+            "ended": None,
+            "environment": environment(),
+        }
+        write_whole(plan.out / _ABOUT, json.dumps(about, indent=2) + "\n")
+    return _RunParts(start, text, checkpoints)
 
 
-def _identity(options: Training) -> dict:
-    """The identity of a run: its options, and digests of its model, data and budgets."""
-    identity = {"options": run_identity(options), "inputs": run_inputs(options)}
-    return json.loads(json.dumps(identity))
+def _start(origin: Origin, recipe: TrainingRecipe, tokenizer: Path, half: bool) -> Start:
+    """The model and what belongs to it; a loss that it does not support is refused at once."""
+    start = starting_point(origin, recipe, tokenizer, half)
+    if recipe.memory_loss:
+        MemoryLoss(start.model).remove()
+    if recipe.soft_budgets is not None:
+        check_length(recipe.length, recipe.soft_budgets[0])
+        EvictionOrderLoss(start.model)
+    elif start.eviction is None:
+        _check_gates(start.model)
+    if start.eviction is not None:
+        EvictionInTraining(start.model, start.eviction)
+    return start
 
 
 def _check_gates(model: PreTrainedModel) -> None:
@@ -162,81 +242,17 @@ def _check_gates(model: PreTrainedModel) -> None:
         )
 
 
-def _harmless(options: Training) -> dict:
-    return json.loads(json.dumps({name: getattr(options, name) for name in HARMLESS}))
-
-
-def _begin(
-    options: Training,
-    recipe: TrainingRecipe,
-    out: Path,
-    arguments: TrainingArguments,
-    *,
-    show: bool,
-) -> _RunParts:
-    """Model, vocabulary and sequences, and the folder's owner; nothing is left where they fail."""
-    folder = out / _UNFINISHED
-    fresh = not folder.exists()
-    if fresh and arguments.process_index:
-        raise UserError(
-            f"out={str(out)!r} must be on a file system that all nodes share: the first process "
-            f"has begun a run there, and process {arguments.process_index} finds none"
-        )
-    try:
-        start = starting_point(options, recipe, folder / "tokenizer", arguments.bf16)
-        if recipe.memory_loss:
-            MemoryLoss(start.model).remove()  # refused before the text is read
-        if recipe.soft_budgets is not None:
-            check_length(recipe.length, recipe.soft_budgets[0])
-            EvictionOrderLoss(start.model)  # likewise
-        elif start.eviction is None:
-            _check_gates(start.model)
-        if start.eviction is not None:
-            EvictionInTraining(start.model, start.eviction)  # likewise
-        text = read_mixture(
-            options.parts(),
-            options.held_out,
-            start.tokenizer,
-            folder / "text",
-            length=recipe.length,
-            tokens=options.read_tokens or recipe.steps * recipe.batch * (recipe.length - 1),
-            seed=options.seed,
-            show=show,
-        )
-    except BaseException:
-        if fresh:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    identity = _identity(options)
-    parameters = sum(p.numel() for p in start.model.parameters())
-    own = identity | {"recipe": recipe._asdict(), "parameters": parameters}
-    checkpoints = Checkpoints(folder / "state", own)
-    if arguments.process_index == 0:
-        _write_about(out, options, recipe, start.model, identity)
-    return _RunParts(start, text, checkpoints)
-
-
-def _write_about(
-    out: Path, options: Training, recipe: TrainingRecipe, model: PreTrainedModel, identity: dict
-) -> None:
+def _mechanisms(model: PreTrainedModel) -> list[dict]:
     conversion = conversion_of(converted_inside(model))
-    about = {
-        **identity,
-        "harmless": _harmless(options),
-        "recipe": recipe._asdict(),
-        "mechanisms": [
-            {"mechanism": to_json(config), "layers": list(layers)}
-            for config, layers in conversion.mechanisms.items()
-        ],
-        "ended": None,
-        "environment": environment(),
-    }
-    write_whole(out / _ABOUT, json.dumps(about, indent=2) + "\n")
+    return [
+        {"mechanism": to_json(config), "layers": list(layers)}
+        for config, layers in conversion.mechanisms.items()
+    ]
 
 
 def _train(
-    options: Training,
     recipe: TrainingRecipe,
+    schedule: Schedule,
     out: Path,
     arguments: TrainingArguments,
     run: _RunParts,
@@ -244,14 +260,6 @@ def _train(
     *,
     show: bool,
 ) -> TrainingResult:
-    schedule = Schedule(
-        steps=recipe.steps,
-        log_every=max(1, recipe.steps // 100),
-        evaluate_every=-(-recipe.steps // options.evaluations),
-        check_every=max(1, recipe.steps // 100),
-        save_seconds=60 * options.save_minutes,
-        step_tokens=recipe.batch * recipe.length,
-    )
     callback, display = (
         RunCallback(schedule, run.checkpoints, should_stop),
         _Display(recipe, out, show=show),
@@ -262,7 +270,7 @@ def _train(
         model=run.start.model,
         args=arguments,
         train_dataset=MixedSequences(
-            run.text.files, run.text.weights, recipe.length, sequences, options.seed
+            run.text.files, run.text.weights, recipe.length, sequences, arguments.seed
         ),
         eval_dataset=EvaluationSequences(run.text.held_out, recipe.length, together),
         data_collator=torch.utils.data.default_collate,
@@ -282,7 +290,7 @@ def _train(
     if callback.diverged:
         _refuse_divergence(trainer.state.global_step, run.checkpoints)
     with writing_to(out):
-        return _finish(options, recipe, out, trainer, callback, run)
+        return _finish(recipe, out, trainer, callback, run)
 
 
 def _optimizer(recipe: TrainingRecipe, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -306,7 +314,6 @@ def _refuse_divergence(step: int, checkpoints: Checkpoints) -> None:
 
 
 def _finish(
-    options: Training,
     recipe: TrainingRecipe,
     out: Path,
     trainer: RunTrainer,
@@ -329,7 +336,7 @@ def _finish(
         if run.start.base is not None:
             save_adapter(model, out, base=run.start.base, dtype=torch.bfloat16)
             if run.start.eviction is not None:
-                _take_budgets(run.start, out, options.model)
+                _take_budgets(run.start, out)
         else:
             if weights is not None:
                 model.save_pretrained(out, state_dict=weights)
@@ -341,14 +348,16 @@ def _finish(
                 tokenizer.save_pretrained(out)
         about = json.loads((out / _ABOUT).read_text())
         write_whole(out / _ABOUT, json.dumps(about | {"ended": ended}, indent=2) + "\n")
-        shutil.rmtree(out / _UNFINISHED)
+        shutil.rmtree(out / UNFINISHED)
     return TrainingResult(out, **ended)
 
 
-def _take_budgets(start: Start, out: Path, name: str) -> None:
+def _take_budgets(start: Start, out: Path) -> None:
     """The budgets that the adapter was trained under, as those of the new one."""
     model = load(start.base, adapter=out, budgets=False)
-    write_budgets(out / NAME, start.eviction, model, {"trained_under": f"the budgets of {name}"})
+    write_budgets(
+        out / NAME, start.eviction, model, {"trained_under": f"the budgets of {start.name}"}
+    )
 
 
 class _Display(TrainerCallback):
@@ -401,46 +410,6 @@ def _evaluation(text_bytes: int, trainer: RunTrainer) -> dict[str, float]:
             total += torch.stack([mean.double() * predicted, predicted.double()])
     nats, tokens = trainer.accelerator.reduce(total, "sum").tolist()
     return {"eval_loss": nats / tokens, "eval_bits_per_byte": nats / (math.log(2) * text_bytes)}
-
-
-def _arguments(options: Training, recipe: TrainingRecipe, folder: Path) -> TrainingArguments:
-    cuda = torch.cuda.is_available() and options.device != "cpu"
-    half = options.dtype == "bfloat16" or (
-        options.dtype == "auto" and cuda and torch.cuda.is_bf16_supported()
-    )
-    arguments = TrainingArguments(
-        output_dir=str(folder / "state"),
-        max_steps=recipe.steps,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type={"constant": "constant_with_warmup"}.get(
-            recipe.schedule, recipe.schedule
-        ),
-        warmup_steps=recipe.warmup,
-        max_grad_norm=1.0,
-        gradient_accumulation_steps=options.accumulate,
-        **checkpointing_options(options.checkpointing),
-        bf16=half,
-        fsdp=options.fsdp,
-        torch_compile=options.compile,
-        seed=options.seed,
-        data_seed=options.seed,
-        logging_strategy="no",  # `RunCallback` says when
-        save_strategy="no",
-        save_total_limit=2,
-        remove_unused_columns=False,
-        report_to=list(options.report_to),
-        disable_tqdm=True,
-        use_cpu=not cuda,
-        dataloader_pin_memory=cuda,
-    )
-    parts = arguments.world_size * options.accumulate
-    if recipe.batch % parts:
-        raise UserError(
-            f"batch must be a multiple of {parts} (processes x accumulate), got {recipe.batch}"
-        )
-    arguments.per_device_train_batch_size = recipe.batch // parts
-    arguments.per_device_eval_batch_size = recipe.batch // parts
-    return arguments
 
 
 def formatted(result: TrainingResult) -> str:

@@ -1,4 +1,4 @@
-"""The model that a training run begins with, its tokenizer and its teacher, by the options."""
+"""The model that a training run begins with, its tokenizer and its teacher."""
 
 import copy
 from collections.abc import Iterator
@@ -34,18 +34,13 @@ from heedful_lab.commands.models import (
     open_tokenizer,
     opening,
 )
-from heedful_lab.commands.train.options import EVICT, SIZES, Training, TrainingRecipe
+from heedful_lab.commands.train.options import SIZES, Origin, TrainingRecipe
 from heedful_lab.rivals.models import convert, load
 from heedful_lab.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 _BOS, _EOS = "<bos>", "<eos>"
 _READ_FOR_VOCABULARY = 1 << 26  # characters that byte pairs are learned from
 _BPE, _BYTES = "bpe", "bytes"
-
-
-def has_weights(name: str) -> bool:
-    """Test whether MODEL is a trained model, and not a size or a configuration."""
-    return name not in SIZES and not name.endswith(".json")
 
 
 class Start(NamedTuple):
@@ -56,6 +51,7 @@ class Start(NamedTuple):
     teacher: the base without a mechanism, of the same weights, where it says what to predict.
     base: its name, where it is frozen.
     eviction: what the caches evict under which it is trained.
+    name: of the model, as on the command line.
     """
 
     model: PreTrainedModel
@@ -63,15 +59,16 @@ class Start(NamedTuple):
     teacher: PreTrainedModel | None = None
     base: str | None = None
     eviction: Eviction | None = None
+    name: str | None = None
 
 
 def starting_point(
-    options: Training, recipe: TrainingRecipe, tokenizer_folder: Path, half: bool = False
+    origin: Origin, recipe: TrainingRecipe, tokenizer_folder: Path, half: bool = False
 ) -> Start:
     """The model that is trained, with what belongs to it.
 
     Arguments:
-        options: what to train.
+        origin: what to train.
         recipe: how.
         tokenizer_folder: of a tokenizer that is trained here; one that is there already is used.
         half: whether the computation is in bfloat16, as a frozen base then is; what is trained has
@@ -82,24 +79,28 @@ def starting_point(
             length or the other.
     """
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(options.seed)
-    if has_weights(options.model):
-        if options.tokenizer == _BPE or options.vocabulary is not None:
+    torch.manual_seed(origin.seed)
+    name = origin.model
+    if origin.has_weights:
+        if origin.tokenizer == _BPE or origin.vocabulary is not None:
             raise UserError(
-                f"model {options.model!r} has weights for the vocabulary that it was trained with; "
+                f"model {name!r} has weights for the vocabulary that it was trained with; "
                 "leave out --vocabulary and --tokenizer bpe"
             )
-        model = _with_weights(options.model)
-        tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+        model = _with_weights(name)
+        tokenizer = open_tokenizer(origin.tokenizer, name, model)
     else:
-        config = _config(options.model)
-        tokenizer = _new_tokenizer(
-            options, options.vocabulary or config.vocab_size, tokenizer_folder
-        )
-        model = _from_scratch(config, options, tokenizer, recipe.length)
+        config = _config(name)
+        if origin.vocabulary is not None and name in SIZES:
+            config.vocab_size = origin.vocabulary
+        room = origin.vocabulary or config.vocab_size
+        tokenizer = _new_tokenizer(origin.tokenizer or _BPE, origin.texts, room, tokenizer_folder)
+        if name in SIZES:
+            config.max_position_embeddings = max(config.max_position_embeddings, recipe.length)
+        model = _from_scratch(config, tokenizer)
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise UserError(
-            f"model {options.model!r} is a {type(model).__name__}, and heedful train trains models "
+            f"model {name!r} is a {type(model).__name__}, and heedful train trains models "
             "that predict the next token"
         )
     room = longest(model)
@@ -108,44 +109,44 @@ def starting_point(
             f"length must be at most {room}, the model's positions, got {recipe.length}"
         )
     if recipe.train == "all":
-        if is_adapter(options.model):
+        if is_adapter(name):
             raise UserError(
-                f"model {options.model!r} is an adapter, whose base stays what it is: add --train "
+                f"model {name!r} is an adapter, whose base stays what it is: add --train "
                 "mechanism, or write it with its base first, heedful convert ADAPTER OUT"
             )
-        _give_mechanism(model, options)
+        _give_mechanism(model, origin)
         return Start(model.float().train(), tokenizer)
     if half and not getattr(model, "is_quantized", False):
         model = model.bfloat16()
-    return _beside_frozen(model, tokenizer, options, recipe)
+    return _beside_frozen(model, tokenizer, origin, recipe)
 
 
 def _beside_frozen(
-    model: PreTrainedModel, tokenizer, options: Training, recipe: TrainingRecipe
+    model: PreTrainedModel, tokenizer, origin: Origin, recipe: TrainingRecipe
 ) -> Start:
     """The mechanism, with LoRA or without, beside a base that stays what it is."""
-    if options.recipe == EVICT:
-        _check_budgets(options.model)
+    if origin.under_budgets:
+        _check_budgets(origin.model)
     if isinstance(model, ConvertedModel):
         raise UserError(
-            f"model {options.model!r} is converted, and --train {recipe.train} goes beside a model "
+            f"model {origin.model!r} is converted, and --train {recipe.train} goes beside a model "
             "without a mechanism: take it out first, heedful convert MODEL OUT --revert"
         )
     model.requires_grad_(False)
     teacher = None
     if recipe.targets == "base":  # it shares the weights
         teacher = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
-    if is_adapter(options.model):
-        if options.mechanism or has_low_rank(options.model):
+    if is_adapter(origin.model):
+        if origin.mechanism or has_low_rank(origin.model):
             raise UserError(
-                f"model {options.model!r} is an adapter: leave out --mechanism, which it has"
-                if options.mechanism
-                else f"model {options.model!r} has LoRA, which training does not "
+                f"model {origin.model!r} is an adapter: leave out --mechanism, which it has"
+                if origin.mechanism
+                else f"model {origin.model!r} has LoRA, which training does not "
                 "resume; train from its base again"
             )
-        load(model, adapter=options.model, budgets=False, convert=True)
+        load(model, adapter=origin.model, budgets=False, convert=True)
     else:
-        _give_mechanism(model, options)
+        _give_mechanism(model, origin)
     own = conversion_of(model).parameters().values()
     if not own and recipe.train == "mechanism":
         raise UserError(
@@ -153,19 +154,19 @@ def _beside_frozen(
             "selective:selector=extra or --mechanism mta"
         )
     # In the order of these budgets nothing changes any more.
-    path = Path(options.model) / NAME
-    eviction = read_budgets(path, model) if options.recipe == EVICT else None
+    path = Path(origin.model) / NAME
+    eviction = read_budgets(path, model) if origin.under_budgets else None
     for parameter in own:
         parameter.data = parameter.data.float()
         parameter.requires_grad_()
     if recipe.train == "lora":
-        model = with_low_rank(model, options.rank)
+        model = with_low_rank(model, origin.rank)
     if eviction is not None:
         conversion = conversion_of(converted_inside(model))
         conversion.after_eviction = AfterEviction(conversion.model)
         for parameter in conversion.parameters().values():
             parameter.requires_grad_(False)
-    return Start(model.train(), tokenizer, teacher, base_of(options.model), eviction)
+    return Start(model.train(), tokenizer, teacher, base_of(origin.model), eviction, origin.model)
 
 
 def _check_budgets(name: str) -> None:
@@ -177,36 +178,37 @@ def _check_budgets(name: str) -> None:
         )
 
 
-def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
+def _give_mechanism(model: PreTrainedModel, origin: Origin) -> None:
     """Convert it; one that is converted already keeps what it has."""
-    mechanisms = mechanisms_named(options.mechanisms())
+    mechanisms = mechanisms_named(origin.mechanism or origin.default_mechanism)
     if isinstance(model, ConvertedModel):
         own = conversion_of(model).mechanisms
         if any(
             own.get(x) is None or layers not in (None, own[x]) for x, layers in mechanisms.items()
         ):
             raise UserError(
-                f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; "
+                f"model {origin.model!r} is converted already, to {', '.join(map(str, own))}; "
                 "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
     elif None in mechanisms.values():  # alone: in all layers
-        convert(model, next(iter(mechanisms)), where=options.where or None)
+        convert(model, next(iter(mechanisms)), where=origin.where or None)
     else:
-        convert(model, mechanisms or "standard", where=options.where or None)
+        convert(model, mechanisms or "standard", where=origin.where or None)
 
 
-def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:
+def _new_tokenizer(
+    name: str, texts: tuple[str, ...], room: int, folder: Path
+) -> PreTrainedTokenizerFast:
     """The tokenizer of a model from scratch, of at most `room` tokens."""
     if folder.is_dir():
         return stock_tokenizer(folder)
-    name = _BPE if options.tokenizer is None else options.tokenizer
     if name == _BPE and room <= BYTES + 2:
         raise UserError(
             f"vocabulary must be more than {BYTES + 2} (the bytes, BOS and EOS) for byte pairs, "
             f"got {room}; use --tokenizer bytes"
         )
     if name == _BPE:
-        tokenizer = _with_ends(byte_pairs(_first(options.data, _READ_FOR_VOCABULARY), room - 2))
+        tokenizer = _with_ends(byte_pairs(_first(texts, _READ_FOR_VOCABULARY), room - 2))
     else:
         tokenizer = _with_ends(bytes_alone()) if name == _BYTES else _opened_tokenizer(name)
     if len(tokenizer) > room:
@@ -271,12 +273,7 @@ def _config(name: str) -> PreTrainedConfig:
     return config
 
 
-def _from_scratch(
-    config: PreTrainedConfig, options: Training, tokenizer, length: int
-) -> PreTrainedModel:
-    if options.model in SIZES:
-        config.vocab_size = options.vocabulary or max(config.vocab_size, len(tokenizer))
-        config.max_position_embeddings = max(config.max_position_embeddings, length)
+def _from_scratch(config: PreTrainedConfig, tokenizer) -> PreTrainedModel:
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

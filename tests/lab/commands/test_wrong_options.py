@@ -44,7 +44,6 @@ WRONG = [
     (Evaluation, {"budget": ("few",)}, "budget must be numbers of tokens, or 'own'"),
     (Evaluation, {"eviction": "h2o"}, "needs a budget"),
     (Evaluation, {"stride": 1024}, "stride must be a whole number from 1 to 1023"),
-    (Evaluation, {"export_lm_eval": "x", "tasks": ("copy",)}, "export_lm_eval writes needles"),
     (Generation, {"prompt": None}, "prompt must be given, or a file with it"),
     (Generation, {"file": "y"}, "prompt must be given, or a file with it, and not both"),
     (Generation, {"eviction": "none", "budget": "9"}, "'none' keeps everything: leave the budget"),

@@ -56,8 +56,7 @@ def opened(monkeypatch) -> list[PreTrainedModel]:
         opened.append(real(*args, **options))
         return opened[-1]
 
-    for name in ("generate.run", "evaluate.run", "budget.search", "inspect.run"):
-        monkeypatch.setattr(f"heedful_lab.commands.{name}.open_model", recorded)
+    monkeypatch.setattr(models, "open_model", recorded)
     return opened
 
 

@@ -14,7 +14,6 @@ import heedful
 import heedful_lab.commands.compare.run as room
 from heedful.nn import Selective, Standard
 from heedful.training.losses import MemoryLoss
-from heedful_lab.commands.compare import setups as settings
 from heedful_lab.commands.compare.findings import findings, further, summarise
 from heedful_lab.commands.compare.options import Comparison
 from heedful_lab.commands.compare.page import write_report
@@ -24,7 +23,7 @@ from heedful_lab.commands.models import open_model
 from heedful_lab.records import Record, read_records
 from heedful_lab.tasks import Spans, Summarise, Translate
 from heedful_lab.tasks.translate import bleu, text_error
-from helpers.command_line import change_setups, refusal, status_of
+from helpers.command_line import change_setups, refusal, setups_of, status_of
 
 compare = partial(room.compare, show=write_report)  # as the command does
 SIZE = Size(16, 2, 2)
@@ -163,7 +162,7 @@ def test_the_memory_loss_of_padded_targets_is_that_of_the_rows_alone():
             memory_sum += memory().item() * int(label_mask.sum())
     tokens = int(rows.decoder_attention_mask.sum())
     assert together == pytest.approx(memory_sum / tokens, rel=1e-9) and together > 0
-    setup = settings.chosen_setups(replace(COMPARISON, memory_loss=0.1))["translate"]
+    setup = setups_of(replace(COMPARISON, memory_loss=0.1))["translate"]
     assert setup.mechanisms == ("standard", "selective", "selective + memory loss")
 
 

@@ -24,6 +24,7 @@ from heedful.training.sequences import TrainingSequences, encode
 from heedful.training.trainer import LayerTrainer, parameter_groups
 from heedful_lab.commands.train.options import RECIPES, SIZES, Training
 from heedful_lab.commands.train.run import train_text
+from heedful_lab.commands.train.start import starting_point
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(1500))
 CONFIG = {
@@ -133,6 +134,15 @@ def test_a_stopped_run_goes_on_to_the_same_end(options, mechanism):
     assert same("run", "whole") and log("run") == log("whole")
 
 
+def test_a_mixture_teaches_a_new_vocabulary_its_texts(options):
+    mixture = replace(options, data=("text.txt:2", "recall:1"), out="mixture")
+    starts = [
+        starting_point(x.origin(), x.filled(), Path(x.out, "tokenizer")) for x in (options, mixture)
+    ]
+    vocabularies = [start.tokenizer.get_vocab() for start in starts]
+    assert vocabularies[0] == vocabularies[1] and len(vocabularies[0]) > 258
+
+
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(options):
     quietly(replace(options, out="whole"))
     for steps in (4, 3):
@@ -154,11 +164,6 @@ def test_another_run_s_folder_is_refused_by_what_differs(options):
         quietly(replace(options, save_minutes=1.0))
     with pytest.raises(ValueError, match=r"folder of another run: steps was 12 and is 13 now"):
         quietly(replace(options, steps=13))
-    Path("else").mkdir()
-    Path("else/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes\.txt and no training\.json"):
-        quietly(replace(options, out="else"))
-    assert os.listdir("else") == ["notes.txt"]
 
 
 def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(options, monkeypatch):

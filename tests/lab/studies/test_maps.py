@@ -114,25 +114,24 @@ def test_the_command_writes_one_record_per_layer_and_nothing_over(model, monkeyp
     for number in range(3):
         text = f"Book {number} has many lines, and this is one of them.\n" * 100
         Path(f"books/{number}.txt").write_text(text)
-    options = "adapter --books books --length 64 --queries 16 --rows 2 --out maps.jsonl"
-    monkeypatch.setattr(sys, "argv", ["benchmarks.real.maps", *options.split()])
+    options = "adapter --books books --length 64 --queries 16 --rows 2 --out "
+    monkeypatch.setattr(sys, "argv", ["benchmarks.real.maps", *options.split(), "maps.jsonl"])
     maps.main()
     lines = [json.loads(line) for line in Path("maps.jsonl").read_text().splitlines()]
     assert [(x["layer"], x["books"], x["length"]) for x in lines] == [(0, 2, 64), (1, 2, 64)]
     assert all(max(x["maps"]["weights"]["from_before"]) < 1e-6 for x in lines)
     for more, message in {
-        "": "maps.jsonl is there already",
-        " --out new.jsonl --queries 64": "--queries must be 1 to 63, got 64",
-        " --out new.jsonl --length 9000": "--books books: no books of 9000 tokens",
-        " --out new.jsonl --books base": "--books base: no books of 64 tokens",
+        "maps.jsonl": "maps.jsonl is there already",
+        "new.jsonl --queries 64": "--queries must be 1 to 63, got 64",
+        "new.jsonl --length 9000": "--books books: no books of 9000 tokens",
+        "new.jsonl --books base": "--books base: no books of 64 tokens",
     }.items():
         monkeypatch.setattr(sys, "argv", ["benchmarks.real.maps", *(options + more).split()])
         with pytest.raises(SystemExit):
             maps.main()
         assert message in capsys.readouterr().err
-    monkeypatch.setattr(
-        sys, "argv", ["maps", *options.replace("adapter", "base").replace("maps.", "new.").split()]
-    )
+    words = options.replace("adapter", "base").split()
+    monkeypatch.setattr(sys, "argv", ["maps", *words, "new.jsonl"])
     with pytest.raises(SystemExit):
         maps.main()
     assert "base has no layer with kernels" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForMaskedLM
 import heedful
 from heedful.data import ByteTokenizer
 from heedful_lab.cli import main
+from heedful_lab.commands import models
 from heedful_lab.commands.compare.scoring import score
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful_lab.commands.evaluate import run as runner
@@ -18,7 +19,8 @@ from heedful_lab.commands.evaluate.answers import LanguageModel, Likelihood
 from heedful_lab.commands.evaluate.items import by_position, encoded
 from heedful_lab.commands.evaluate.numbers import summed_up
 from heedful_lab.commands.evaluate.options import ROWS, Evaluation
-from heedful_lab.commands.evaluate.run import AnswerStore, ask, evaluate, prepare
+from heedful_lab.commands.evaluate.run import ask, evaluate, prepare
+from heedful_lab.commands.evaluate.store import AnswerStore
 from heedful_lab.commands.models import open_model
 from heedful_lab.records import Sample, read
 from heedful_lab.tasks import TASKS
@@ -63,7 +65,7 @@ def test_an_oracle_is_right_everywhere(tmp_path):
     )  # fmt: skip
     (plan,) = prepare(evaluation)
     oracle = Oracle()
-    store = AnswerStore(tmp_path, evaluation)
+    store = AnswerStore(tmp_path, vars(evaluation))
     store.about["models"]["plain"] = {"caches": {"": {}}}
     samples = ask(oracle, plan, "", store, 4)
     assert len(samples) == oracle.count == 2 * 3 * 2 + 2 * 2 + 2 + 2
@@ -303,7 +305,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeyp
     def opens(*args, **options):
         raise AssertionError("a model was opened")
 
-    monkeypatch.setattr(runner, "open_model", opens)
+    monkeypatch.setattr(models, "open_model", opens)
     BertForMaskedLM(
         BertConfig(vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                    intermediate_size=16)

@@ -110,8 +110,8 @@ def test_low_rank_matrices_are_trained_beside_the_mechanism(options, mechanism):
 
 
 def test_a_frozen_base_is_in_half_precision(options):
-    recipe = options.filled(True)._replace(targets="base")  # with a teacher
-    start = starting_point(options, recipe, Path("none"), half=True)
+    recipe = options.filled()._replace(targets="base")  # with a teacher
+    start = starting_point(options.origin(), recipe, Path("none"), half=True)
     kinds = {".heedful." in name: p.dtype for name, p in start.model.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
     assert {p.dtype for p in start.teacher.parameters()} == {torch.bfloat16}

@@ -21,10 +21,11 @@ from heedful_lab.commands.compare.findings import budget_tables
 from heedful_lab.commands.compare.options import LEAST_TOKENS, Comparison
 from heedful_lab.commands.compare.page import write_report
 from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
-from heedful_lab.commands.compare.setups import chosen_setups
+from heedful_lab.commands.compare.setups import check_evictable
 from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
 from heedful_lab.records import WHOLE, UnderBudget, read, read_records
 from heedful_lab.tasks import Recall, Text
+from helpers.command_line import setups_of
 
 compare = partial(room.compare, show=write_report)  # as the command does
 TEXT = Comparison(
@@ -207,20 +208,22 @@ def test_cached_tokens_are_drawn_over_time():
 
 
 def test_budgets_that_nothing_can_be_scored_under_are_refused():
-    comparison = Comparison(tasks=("recall",), mechanisms=("mta",), budgets=(0.5,), layers=4)
+    def check(*mechanisms):
+        comparison = Comparison(tasks=("recall",), mechanisms=mechanisms, layers=4)
+        check_evictable(setups_of(comparison))
+
     with pytest.raises(ValueError, match="budgets need a mechanism whose cache can evict tokens, "
                                          "and mta cannot"):  # fmt: skip
-        chosen_setups(comparison)
+        check("mta")
     with pytest.raises(ValueError, match="and mta, grouped cannot"):
-        chosen_setups(replace(comparison, mechanisms=("mta", "grouped")))
-    assert chosen_setups(replace(comparison, budgets=()))
+        check("mta", "grouped")
     with pytest.warns(
         UserWarning, match="budgets: tokens cannot be evicted from the caches of mta"
     ):
-        chosen_setups(replace(comparison, mechanisms=("mta", "standard")))
+        check("mta", "standard")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        chosen_setups(replace(comparison, mechanisms=("talking-heads", "selective")))
+        check("talking-heads", "selective")
 
 
 def test_the_least_budget_is_that_of_the_policies():
