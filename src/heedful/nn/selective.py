@@ -133,19 +133,16 @@ class SelectiveAttention(Layer):
         selector_q, selector_k = self.selectors(q, k, inputs)
         if not self.config.masks:
             return self._ranked(q, k, v, selector_q, selector_k, visibility, scale, inputs)
-        options = {
-            "tau": self.tau, "protect_first": self.config.protect_first, "bias": inputs.bias,
-            "softcap": inputs.softcap, "sinks": inputs.sinks,
-        }  # fmt: skip
+        options = {"tau": self.tau, "protect_first": self.config.protect_first}
         if self.in_step(inputs):
+            terms = inputs.terms(q, visibility, scale)
             result = selective_attention_few(
-                q, k, v, selector_q, selector_k, state=inputs.state,
-                visibility=visibility or Visibility(),
-                scale=q.shape[-1] ** -0.5 if scale is None else scale, **options,
-            )  # fmt: skip
+                q, k, v, selector_q, selector_k, inputs.state, terms, **options
+            )
         else:
             result = selective_attention(
                 q, k, v, selector_q=selector_q, selector_k=selector_k, state=inputs.state,
+                bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
                 dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=self.impl,
                 **options,
             )  # fmt: skip
@@ -171,8 +168,7 @@ class SelectiveAttention(Layer):
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""
-        visibility = Visibility() if visibility is None else visibility
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        visibility, scale, bias, softcap, sinks, _ = inputs.terms(q, visibility, scale)
         selectors = self.selectors(q, k, inputs)
         hiding = selection(*selectors, self.config.protect_first, visibility, scale)
         f = hiding.cumsum(2) - hiding
@@ -181,11 +177,11 @@ class SelectiveAttention(Layer):
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
         spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         logits = q @ spread.mT * scale
-        if inputs.softcap is not None:
-            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         logits = logits - f if self.config.masks else logits
-        logits = logits if inputs.bias is None else logits + inputs.bias
-        sinks = None if inputs.sinks is None else inputs.sinks[:, None, None]
+        logits = logits if bias is None else logits + bias
+        sinks = None if sinks is None else sinks[:, None, None]
         return Maps(masked_softmax(logits, visible, sinks), hiding)
 
     def steps(
