@@ -89,9 +89,9 @@ def settings(
     """Policies with shares of bytes, and how each is made of a number of tokens."""
     layers = [module.heedful for module in attention_modules(model)]
     policies: dict[str, Callable[[int], Eviction]] = {}
-    if all(layer.hides for layer in layers):
+    if all(layer.running == "F" for layer in layers):
         policies["MostHidden"] = MostHidden
-    elif all("gate" in layer.keeps for layer in layers):
+    elif all(layer.running == "gate" for layer in layers):
         policies["LowestGate"] = LowestGate
         policies["LowestGate, half recent"] = lambda n: LowestGate(n, recent=max(PROTECTED, n // 2))
     elif any(layer.window is not None for layer in layers):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LocalGlobal,
         MultiToken,
         Selective,
+        SelectiveMultiToken,
         Standard,
         TalkingHeads,
     )
@@ -59,6 +60,7 @@ _ROOMS = {
         "LocalGlobal",
         "MultiToken",
         "Selective",
+        "SelectiveMultiToken",
         "Standard",
         "TalkingHeads",
     ),
@@ -88,6 +90,7 @@ __all__ = [
     "MemoryLoss",
     "MultiToken",
     "Selective",
+    "SelectiveMultiToken",
     "SelectiveOutput",
     "Standard",
     "Summaries",

@@ -331,10 +331,10 @@ def test_an_encoders_kernels_are_centred_over_queries():
     heedful.convert(model, MultiToken(conv_every=1))
     encoder, decoder = model.encoder.block[0].layer[0], model.decoder.block[0].layer
     assert encoder.SelfAttention.heedful.conv.shape == (4, 7, 11)
-    assert encoder.SelfAttention.heedful.past_queries == 0
+    assert not encoder.SelfAttention.heedful.tails
     for attention in (decoder[0].SelfAttention, decoder[1].EncDecAttention):
         assert attention.heedful.conv.shape == (4, 6, 11)
-        assert attention.heedful.past_queries == 10
+        assert attention.heedful.tails == {"queries": 10}
 
 
 WRONG_ROLES = {
@@ -414,7 +414,7 @@ def test_what_caches_of_encoder_decoders_refuse():
     filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
     heedful.revert(t5)(input_ids=source, decoder_input_ids=target, **cache_argument(t5, filled))
     heedful.convert(t5, MTA, where="cross")
-    with pytest.raises(ValueError, match=r"keys and values only of the source, .*\(3 query rows"):
+    with pytest.raises(ValueError, match=r"keys and values only of the source, .*\(the newest 3 q"):
         t5(input_ids=source, decoder_input_ids=target[:, :1], cache=filled)
 
 

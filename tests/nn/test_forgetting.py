@@ -224,4 +224,4 @@ def test_refused():
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name}"):
             module(q, k, v, visibility=visibility, inputs=inputs)
-    assert Selective().build(SHAPE).keeps == module.keeps, "policies that read F serve both"
+    assert Selective().build(SHAPE).streams == module.streams, "policies that read F serve both"

@@ -124,7 +124,7 @@ def test_layers_with_convolutions(every, layers):
             (attention.conv is not None) == (attention.post_conv is not None) == (index in layers)
         )
         assert attention.mix is not None and attention.post_mix is not None
-        assert (attention.past_queries > 0) == (index in layers)
+        assert (attention.tails.get("queries", 0) > 0) == (index in layers)
 
 
 def test_what_layers_declare():
@@ -144,7 +144,10 @@ def test_what_layers_declare():
     }.items():
         attention = config.build(SHAPE)
         assert isinstance(attention, Layer)
-        assert (attention.past_queries, attention.keeps, attention.needs) == declared, config
+        streams = tuple(stream.name for stream in attention.streams)
+        actual = attention.tails.get("queries", 0), streams, attention.needs
+        assert actual == declared, config
+        assert attention.running == next(iter(streams), None)
         assert attention.plain_cache == (declared[:2] == (0, ())), config
 
 
@@ -153,7 +156,7 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
     attention = stirred(config)
     q, k, v = qkv(12)
     whole = attention(q, k, v).output[:, :, -1]
-    rows = attention.past_queries + 1
+    rows = attention.tails["queries"] + 1 if attention.tails else 1
     torch.testing.assert_close(attention(q[:, :, -rows:], k, v).output[:, :, -1], whole, **EXACT)
     if rows > 1:
         fewer = attention(q[:, :, 1 - rows :], k, v).output[:, :, -1]

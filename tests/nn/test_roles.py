@@ -123,7 +123,7 @@ def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
     encoder, decoder = (layer_of("mta", role) for role in ("encoder", "decoder"))
     assert encoder.conv.shape == (4, 5, 3) and decoder.conv.shape == (4, 4, 3)
     assert encoder.post_conv.shape == decoder.post_conv.shape == (4, 3, 5)
-    assert (encoder.past_queries, decoder.past_queries) == (0, 5)
+    assert (dict(encoder.tails), decoder.tails) == ({}, {"queries": 5})
     encoder.reset_parameters()
     assert bool((encoder.conv[:, 2, 1] == 1).all()) and encoder.conv.sum() == 4
 

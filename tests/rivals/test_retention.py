@@ -114,5 +114,5 @@ def test_gates_and_masks_are_not_each_other():
     for model in (plain, plain_of("selective"), plain_of("forgetting")):
         with pytest.raises(ValueError, match=r"LowestGate needs 'gate', which .* does not keep"):
             heedful.new_cache(model, LowestGate(20))
-    cached = CachedTokens(torch.arange(3)[None], 3, kept=torch.tensor([[2.0, -1.0, 0.5]]))
+    cached = CachedTokens(torch.arange(3)[None], 3, number=torch.tensor([[2.0, -1.0, 0.5]]))
     assert LowestGate(20).score(cached).tolist() == [[2.0, -1.0, 0.5]]

@@ -50,7 +50,7 @@ class LayerImpl(AttentionImpl[Batch]):
         self.kv_cache_dtype = kv_cache_dtype
         self.layer = layer
         requests = get_current_vllm_config().scheduler_config.max_num_seqs
-        self.rows = Rows(layer.past_queries, requests)
+        self.rows = Rows(layer.tails.get("queries", 0), requests)
         self.state, self.extra = Slots(), Slots()
         self.input: Float[Tensor, "tokens E"] | None = None
 
@@ -92,16 +92,12 @@ class LayerImpl(AttentionImpl[Batch]):
         layer, page, new, size = self.layer, request.page, len(q), kv_cache.shape[2]
         room, cached = kv_cache.shape[0] * size, request.slots[: request.before]
         inputs = LayerInputs(input=None if self.input is None else self.input[None, request.new])
-        extra = layer.extra_cache(inputs)
-        if extra is not None:
-            own, earlier = (
-                extra[0].transpose(0, 1).to(kv_cache.dtype),
-                self.extra.read(page, cached),
-            )
+        for name, rows in layer.rows(inputs).items():  # one stream at most
+            own, earlier = rows[0].transpose(0, 1).to(kv_cache.dtype), self.extra.read(page, cached)
             self.extra.write(page, request.slots, own, room)
             every = own if earlier is None else torch.cat([earlier, own])
-            inputs = inputs._replace(extra_cache=every.transpose(0, 1)[None])
-        state = self.state.read(page, cached) if layer.has_state else None
+            inputs = inputs._replace(rows={name: every.transpose(0, 1)[None]})
+        state = self.state.read(page, cached) if layer.running else None
         inputs = inputs._replace(state=None if state is None else state.T[None])
         q = self.rows.join(page, request.before, q)
         kv = kv_cache[request.slots // size, :, request.slots % size].to(q.dtype)

@@ -43,7 +43,7 @@ class MostHidden(Eviction):
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """`-F`, and so little of the position that it decides between equals."""
-        return AGE * cached.positions - cached.hidden
+        return AGE * cached.positions - cached.number
 
 
 @dataclass(frozen=True)

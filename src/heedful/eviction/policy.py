@@ -28,10 +28,9 @@ class CachedTokens(NamedTuple):
     positions: the position of every token in its sequence, from 0 for the first one that is no
         padding, `[B, n]`; in any order.
     total: how many tokens of each sequence have been read, padding and evicted ones included.
-    hidden: F of the next query, how strongly each token is masked (the least of several selectors),
-        `[B, n]`; `None` where the mechanism masks nothing.
-    kept: the layer's own number of each token (the least of several selectors), `[B, n]`, of a
-        policy that needs it by its name in `Layer.keeps`; `None` otherwise. F is in `hidden`.
+    number: the layer's own number of each token (the least of several selectors), `[B, n]`, of a
+        policy that needs a stream of the layer by its name. Of `"F"`, how strongly each token is
+        masked for the next query. `None` otherwise.
     attention: the weights of the newest queries on each token, summed over these queries, mean of
         the heads' absolute values, `[B, n]`; `None` unless the policy needs attention.
     queries: how many queries `attention` sums over.
@@ -49,8 +48,7 @@ class CachedTokens(NamedTuple):
 
     positions: Int[Tensor, "B n"]
     total: int
-    hidden: Float[Tensor, "B n"] | None = None
-    kept: Float[Tensor, "B n"] | None = None
+    number: Float[Tensor, "B n"] | None = None
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
@@ -74,14 +72,15 @@ class Eviction:
             `None` stands for a layer that keeps everything.
         sinks: how many of the first tokens of a sequence are never evicted.
         recent: how many of the newest tokens are never evicted.
-        keep_prompt: never evict what the model was called with before its first step of one token;
-            `generate` knows the prompt's length, also where its last chunk has one token.
+        keep_prompt: never evict what the model was called with before its first step of one token.
+            A last chunk of one token belongs to the prompt only in `generate` of a converted model,
+            which knows the prompt's length.
 
     Attributes:
         needs: what `score` reads of the cached tokens beside their positions: `"keys"`, `"values"`,
             `"positions"` (as the rotary embedding counts), `("attention", n)`, the weights of the
-            newest n queries, of all with `None`; `"F"`, or another number that layers keep per
-            token, by its name in `Layer.keeps`.
+            newest n queries, of all with `None`; `"F"`, or another running stream of the layers, by
+            its name.
     """
 
     tokens: int | tuple[int | None, ...]
@@ -100,7 +99,7 @@ class Eviction:
                 names = ", ".join(map(repr, OF_EVERY_LAYER))
                 raise UserError(
                     f"needs of {cls.__name__} must be a tuple of {names}, ('attention', n), with n "
-                    "of the newest queries or None for all, and names in Layer.keeps, got "
+                    "of the newest queries or None for all, and names of streams, got "
                     f"{cls.needs!r}"
                 )
         cls.observes = next((need[1] for need in cls.needs if _is_attention(need)), 0)
@@ -134,13 +133,13 @@ class Eviction:
     def check(self, layer: Layer) -> None:
         """Raise a `ValueError` unless the policy supports a layer."""
         name, kind = type(self).__name__, type(layer).__name__
-        if "F" in self.needs and not layer.hides:
+        if "F" in self.needs and layer.running != "F":
             raise UserError(
                 f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
                 f"attention), and this layer is {kind}; take another policy"
             )
-        kept = [x for x in self.needs if isinstance(x, str) and x not in OF_EVERY_LAYER]
-        if missing := [x for x in kept if x not in layer.keeps[:1]]:
+        own = [x for x in self.needs if isinstance(x, str) and x not in OF_EVERY_LAYER]
+        if missing := [x for x in own if x != layer.running]:
             raise UserError(
                 f"eviction: {name} needs {missing[0]!r}, which {kind} does not keep per token; "
                 f"needs that every layer serves are {', '.join(OF_EVERY_LAYER)}, so take another "
@@ -161,3 +160,30 @@ class Eviction:
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """Score each token, `[B, n]`; the lowest are evicted first."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The policy of one layer, and its number of tokens.
+
+    Arguments:
+        policy: chooses what is evicted.
+        tokens: less than so many are cached between two calls.
+    """
+
+    policy: Eviction
+    tokens: int
+
+    def __deepcopy__(self, memo: dict) -> "Budget":
+        return self  # nothing in it changes
+
+
+def layer_budgets(policy: Eviction | None, layers: int) -> list[Budget | None]:
+    """The budget of each of so many attention layers; `None` keeps everything.
+
+    Raises:
+        ValueError: the policy has budgets for another number of layers.
+    """
+    if policy is None:
+        return [None] * layers
+    return [None if x is None else Budget(policy, x) for x in policy.budgets(layers)]

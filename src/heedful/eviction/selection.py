@@ -25,7 +25,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             f"eviction: {name} does not support {type(layer).__name__}, whose cache has summaries "
             "in place of far tokens already; leave eviction out"
         )
-    if layer.past_queries and not layer.past_keys:
+    if layer.tails.get("queries") and not layer.tails.get("keys"):
         raise UserError(
             f"eviction: {name} does not support {type(layer).__name__} with a convolution over "
             "keys, whose neighbours would change; give this layer None tokens (it keeps "
@@ -267,12 +267,12 @@ def attention_received(
     new, state = q.shape[2], inputs.state
     received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
     # F runs through all rows: the newest need what those before them have masked.
-    for start, stop in _blocks(0 if layer.hides else new - queries, new):
+    for start, stop in _blocks(0 if layer.running == "F" else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
         block = inputs.before(later, stop - start)._replace(state=state)
-        if block.extra_cache is not None:
-            block = block._replace(extra_cache=block.extra_cache[:, :, :cut])
+        if block.rows is not None:
+            block = block._replace(rows={name: x[:, :, :cut] for name, x in block.rows.items()})
         maps = layer.maps(
             q[:, :, start:stop], k[:, :, :cut], visibility=visibility.part(0, cut), scale=scale,
             inputs=block,

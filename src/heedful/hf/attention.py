@@ -276,7 +276,7 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     if (cache := cache_among(kwargs)) is not None:
         check_caches(layer)
         own["heedful_cache"] = part = _cache_of(layer, module, cache)
-        if layer.past_keys and part is not None:
+        if layer.tails.get("keys") and part is not None:
             part.expect(visibility_among(args, kwargs))
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if "source" in layer.needs:

@@ -10,6 +10,7 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     MechanismConfig,
+    Stream,
 )
 from heedful.nn.mechanisms import (
     NAMES,
@@ -21,6 +22,7 @@ from heedful.nn.mechanisms import (
 )
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
 from heedful.nn.selective import Selective, SelectiveAttention
+from heedful.nn.selective_multi_token import SelectiveMultiToken
 from heedful.nn.shape import HeadShape, Role
 from heedful.nn.standard import LocalGlobal, Standard, StandardAttention
 
@@ -48,8 +50,10 @@ __all__ = [
     "Role",
     "Selective",
     "SelectiveAttention",
+    "SelectiveMultiToken",
     "Standard",
     "StandardAttention",
+    "Stream",
     "TalkingHeads",
     "ablations",
     "from_json",

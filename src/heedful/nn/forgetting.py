@@ -15,6 +15,7 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
+    Stream,
     check_defaults,
     check_inputs,
     parameter,
@@ -71,7 +72,7 @@ class ForgettingAttention(StandardAttention):
     any_heads = False
     takes = frozenset({"bias", "dropout"})
     needs = frozenset({"input"})
-    keeps = ("F",)
+    streams = (Stream("F", running=True),)
 
     def __init__(self, config: Forgetting, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)

@@ -1,5 +1,7 @@
 """The layer contract: what a mechanism's layer declares, gets, and returns."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -18,6 +20,7 @@ Need = Literal["input", "source", "token_ids", "positions", "rotation"]
 Term = Literal["bias", "softcap", "sinks", "dropout"]
 """Changes that a model's family may make to logits and weights, beside scale and mask."""
 TERMS: frozenset[Term] = frozenset(get_args(Term))
+Tail = Literal["queries", "keys"]
 
 
 @runtime_checkable
@@ -50,6 +53,18 @@ class Shared:
         self._values[key] = value
 
 
+class Stream(NamedTuple):
+    """Numbers that a layer needs of every token for the next one, beside its key and value.
+
+    name: of the stream; a policy that reads a running one needs it by this name.
+    running: whether later queries change it. It is `LayerOutput.state` then, a number per selector
+        and key (`"F"` is how strongly a token is masked). Else `Layer.rows` makes it, once.
+    """
+
+    name: str
+    running: bool = False
+
+
 class LayerInputs(NamedTuple):
     """Inputs of a layer beside queries, keys and values: those its `needs` name, else `None`.
 
@@ -59,8 +74,8 @@ class LayerInputs(NamedTuple):
     positions: their positions, `[B or 1, T]`.
     state: what an earlier call returned as `LayerOutput.state`, for the first `Ts` keys, `[B, S,
         Ts]`; `None` at the first token.
-    extra_cache: what `Layer.extra_cache` gave for all keys, those of earlier calls first, `[B, S,
-        Tk, Ds]`; `None` where the call holds all tokens.
+    rows: what `Layer.rows` gave for all keys, those of earlier calls first, each `[B, S, Tk, Ds]`;
+        `None` where the call holds all tokens.
     rotation: the rotary embedding, with the positions; `None` where the model has none.
     shared: what the layers of one forward pass keep for each other.
     bias: what the model's family adds to the logits that enter the softmax, `[1 or B, 1 or H, Tq,
@@ -70,8 +85,8 @@ class LayerInputs(NamedTuple):
         added. Handed over like the bias, to layers that cap (`"softcap" in takes`).
     sinks: where the family has them (GPT-OSS), a logit per query head in the softmax's sum alone,
         `[H]`. Handed over like the bias, to layers that have sinks (`"sinks" in takes`).
-    newest: the newest tokens as they are, the new ones last, of a layer with `past_keys`: keys are
-        then what `Layer.cached_keys` made of all tokens. `None` where the call holds all tokens.
+    newest: the newest tokens as they are, the new ones last, of a layer with a tail of keys, whose
+        keys are then what `Layer.cached_keys` made of all. `None` where the call holds all tokens.
     dropout: while a model trains with attention dropout, the share of weights to drop. Handed over
         like the bias, to layers that drop (`"dropout" in takes`).
     new: in a step of a cache, of few queries and without gradients or autocast, how many of the
@@ -84,7 +99,7 @@ class LayerInputs(NamedTuple):
     token_ids: Int[Tensor, "B T"] | None = None
     positions: Int[Tensor, "#B T"] | None = None
     state: Float[Tensor, "B S Ts"] | None = None
-    extra_cache: Float[Tensor, "B S Tk Ds"] | None = None
+    rows: Mapping[str, Float[Tensor, "B S Tk Ds"]] | None = None
     rotation: Rotation | None = None
     shared: Shared | dict | None = None
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None
@@ -161,7 +176,7 @@ class LayerOutput(NamedTuple):
 
     output: `[B, H, Tq, D]`, in the shape of the model's heads.
     state: what the next tokens need to go on from here, one number per key, `[B, S, Tk]`; `None` if
-        keys and values (and what `Layer.extra_cache` gave) are all.
+        keys and values (and what `Layer.rows` gave) are all.
     memory: per query what a memory loss adds up, `[B, Tq]`; `None` unless the layer has a `tau`.
     grouping: what is said of the groups that this layer made; `None` unless it learns them.
     """
@@ -223,14 +238,12 @@ class Layer(nn.Module):
     roles: where the mechanism is defined; in others it raises.
     takes: which of the family's terms `forward` applies, from `inputs`.
     needs: what `forward` gets in `inputs`.
-    past_queries: how many earlier query rows the newest output depends on.
-    past_keys: how many earlier keys, as they are, the newest output depends on. With any, a cache
-        keeps what `cached_keys` makes of keys, and of the newest tokens the keys as well.
+    streams: what a cache keeps per token beside K and V; at most one of them is running.
+    tails: on how many earlier rows of `"queries"` the newest output depends, and of `"keys"` as
+        they are. With a tail of keys, a cache keeps what `cached_keys` makes of keys, and of the
+        newest tokens the keys as well.
     newest_keys: of how many of the newest tokens a cache must have all, in order.
     keys_ahead: how many later tokens' keys change what `cached_keys` makes of one.
-    keeps: what must be kept per token beside K and V, by name, for the next token: first the number
-        per key in `state` of `LayerOutput`, which policies need by this name (`"F"` is how strongly
-        a token is masked), then what `extra_cache` gives.
     keeps_first: whether the first token of a sequence must never leave a cache.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
@@ -255,11 +268,10 @@ class Layer(nn.Module):
     roles: frozenset[Role] = frozenset({"decoder"})
     takes: frozenset[Term] = frozenset()
     needs: frozenset[Need] = frozenset()
-    past_queries: int = 0
-    past_keys: int = 0
+    streams: tuple[Stream, ...] = ()
+    tails: Mapping[Tail, int] = MappingProxyType({})
     newest_keys: int = 0
     keys_ahead: int = 0
-    keeps: tuple[str, ...] = ()
     keeps_first: bool = False
     window: int | None = None
     input_factor: float = 1.0
@@ -281,8 +293,7 @@ class Layer(nn.Module):
     @property
     def plain_cache(self) -> bool:
         """True if keys and values are all that the next token needs."""
-        rows = self.past_queries + self.past_keys
-        return rows == 0 and not self.keeps and not self.summarises
+        return not (any(self.tails.values()) or self.streams or self.summarises)
 
     def in_step(self, inputs: LayerInputs) -> bool:
         """Test for a cache's step, in which the dense form of few queries runs unchecked."""
@@ -290,18 +301,13 @@ class Layer(nn.Module):
         return dense and inputs.new is not None and not inputs.dropout
 
     @property
-    def hides(self) -> bool:
-        """True if tokens mask earlier ones, by the sums in the state of `LayerOutput`."""
-        return "F" in self.keeps
+    def running(self) -> str | None:
+        """Name of the stream that is `LayerOutput.state`; `"F"` where tokens mask earlier ones."""
+        return next((x.name for x in self.streams if x.running), None)
 
-    @property
-    def has_state(self) -> bool:
-        """True if `state` of `LayerOutput` has a number for every key, which a cache keeps."""
-        return bool(self.keeps)
-
-    def extra_cache(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
-        """State of these tokens to keep beside K and V; a cache joins it along the tokens."""
-        return None
+    def rows(self, inputs: LayerInputs) -> dict[str, Float[Tensor, "B S T Ds"]]:
+        """The other streams of these tokens, by name; a cache joins them along the tokens."""
+        return {}
 
     def cached_keys(
         self, k: Float[Tensor, "B Hk T D"], segments: Int[Tensor, "#B T"] | None = None

@@ -18,6 +18,7 @@ from heedful.nn.grouped import Grouped
 from heedful.nn.layer import MechanismConfig
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.selective import Selective
+from heedful.nn.selective_multi_token import SelectiveMultiToken
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
     LowRank,
@@ -141,6 +142,12 @@ TABLE = (
         "head 0 hides tokens from later ones",
         selective_attention,
         {"selective": lambda leaves: leaves},
+    ),
+    MechanismRow(
+        "mta-selective",
+        SelectiveMultiToken(),
+        True,
+        "kernels of rank two that look back, pairs mixed, and a selector: tokens mask earlier ones",
     ),
     MechanismRow(
         "differential",

@@ -242,7 +242,8 @@ class MultiTokenAttention(Layer):
         self._make(*sizes)
         # A convolved row reads the rows above it; convolved twice, those above these too.
         if not self.two_sided:
-            self.past_queries = sum(size[0] - 1 for size in sizes if size is not None)
+            rows = sum(size[0] - 1 for size in sizes if size is not None)
+            self.tails = {**self.tails, "queries": rows} if rows else self.tails
         if config.input_scaling == "depth" and shape.role != "cross":
             self.input_factor = 1 - shape.depth_factor
         self.norm = None
@@ -400,7 +401,7 @@ class LowRankAttention(MultiTokenAttention):
             self.w = parameter(shape.key_heads, self.config.rank, size[1])
             if shape.role == "decoder":
                 conv = LowRank(self.u, self.w, self.config.centred)
-                self.past_keys, self.newest_keys = conv.past_keys, conv.band(causal=True)
+                self.tails, self.newest_keys = {"keys": conv.past_keys}, conv.band(causal=True)
                 self.keys_ahead = conv.ahead
 
     @torch.no_grad()

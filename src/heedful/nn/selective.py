@@ -17,12 +17,14 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     Step,
+    Stream,
     check_inputs,
 )
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import attend
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.common.terms import Terms
 from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.selective.reference import hidden_sums, selection
 
@@ -81,14 +83,61 @@ class Selective:
         return SelectiveAttention(self, shape)
 
 
-class SelectiveAttention(Layer):
+class OwnSelector(Layer):
+    """A layer that may have a selector of its own: projections of its input to queries and keys."""
+
+    query: WideLinear | None
+    key: WideLinear | None
+
+    def add_selector(self, config: "Selective") -> None:
+        """Make the projections; a cache keeps the keys."""
+        dim = self.shape.dim if config.dim is None else config.dim
+        self.query = WideLinear(self.shape.hidden, dim, bias=False)
+        self.key = WideLinear(self.shape.hidden, dim, bias=False)
+        self.needs = frozenset({"input"})
+        self.streams = (Stream("F", running=True), Stream("selector keys"))
+
+    @torch.no_grad()
+    def reset_selector(self, config: "Selective") -> None:
+        """Normal with std hidden^-1/2, or zero for the extra head's keys."""
+        for projection in (self.query, self.key):
+            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
+        if config.selector == "extra":
+            self.key.weight.zero_()
+
+    def own_selector(self, q: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+        """The selector's queries of the new tokens and keys of all, `[B, 1, T, Ds]`."""
+        if not self.in_step(inputs):
+            check_inputs(self, inputs)
+        rows = self.rows(inputs) if inputs.rows is None else inputs.rows
+        query = self.query(inputs.input[:, -q.shape[2] :])
+        return query.to(q.dtype)[:, None], rows["selector keys"].to(q.dtype)
+
+    def selector_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The weights of an own selector's queries and keys, `[Ds, E]` each.
+
+        By way of the dicts of torch's modules, whose attributes cost a Python call each: a cache
+        reads them for every token.
+        """
+        parts = self._modules
+        return parts["query"]._parameters["weight"], parts["key"]._parameters["weight"]
+
+    def rows(self, inputs: LayerInputs) -> dict[str, Float[Tensor, "B 1 T Ds"]]:
+        """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
+        if self.key is None:
+            return {}
+        check_inputs(self, inputs)
+        return {"selector keys": self.key(inputs.input)[:, None]}
+
+
+class SelectiveAttention(OwnSelector):
     """Selective attention for one layer; has parameters only with an own selector.
 
     Defined where there are earlier queries: in a decoder's self-attention alone.
     """
 
     takes = TERMS
-    keeps = ("F",)
+    streams = (Stream("F", running=True),)
     reports_memory = True
     takes_steps = True
 
@@ -102,22 +151,14 @@ class SelectiveAttention(Layer):
         self.config, self.group = config, shape.heads // shape.key_heads
         self.query = self.key = None
         if config.selector in ("bilinear", "extra"):
-            dim = shape.dim if config.dim is None else config.dim
-            self.query = WideLinear(shape.hidden, dim, bias=False)
-            self.key = WideLinear(shape.hidden, dim, bias=False)
-            self.needs, self.keeps = frozenset({"input"}), ("F", "selector keys")
+            self.add_selector(config)
             self.any_heads = True
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Own projections: normal with std hidden^-1/2, or zero for the extra head's keys."""
-        if self.query is None:
-            return
-        for projection in (self.query, self.key):
-            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
-        if self.config.selector == "extra":
-            self.key.weight.zero_()
+        """Those of an own selector, if any."""
+        if self.query is not None:
+            self.reset_selector(self.config)
 
     def forward(
         self,
@@ -168,21 +209,9 @@ class SelectiveAttention(Layer):
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""
-        visibility, scale, bias, softcap, sinks, _ = inputs.terms(q, visibility, scale)
+        terms = inputs.terms(q, visibility, scale)
         selectors = self.selectors(q, k, inputs)
-        hiding = selection(*selectors, self.config.protect_first, visibility, scale)
-        f = hiding.cumsum(2) - hiding
-        if inputs.state is not None:
-            f = f + pad(inputs.state, (0, k.shape[2] - inputs.state.shape[2]))[:, :, None]
-        visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
-        spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        logits = q @ spread.mT * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits - f if self.config.masks else logits
-        logits = logits if bias is None else logits + bias
-        sinks = None if sinks is None else sinks[:, None, None]
-        return Maps(masked_softmax(logits, visible, sinks), hiding)
+        return masked_maps(q, k, selectors, self.config, inputs.state, terms)
 
     def steps(
         self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS
@@ -206,24 +235,28 @@ class SelectiveAttention(Layer):
                 joined = q.transpose(1, 2).flatten(2)[:, None] / q.shape[1]
                 spread = k.repeat_interleave(self.group, dim=1)
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
-        if not self.in_step(inputs):
-            check_inputs(self, inputs)
-        keys = self.extra_cache(inputs) if inputs.extra_cache is None else inputs.extra_cache
-        query = self.query(inputs.input[:, -q.shape[2] :])
-        return query.to(q.dtype)[:, None], keys.to(q.dtype)
+        return self.own_selector(q, inputs)
 
-    def selector_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The weights of an own selector's queries and keys, `[Ds, E]` each.
 
-        By way of the dicts of torch's modules, whose attributes cost a Python call each: a cache
-        reads them for every token.
-        """
-        parts = self._modules
-        return parts["query"]._parameters["weight"], parts["key"]._parameters["weight"]
-
-    def extra_cache(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
-        """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
-        if self.key is None:
-            return None
-        check_inputs(self, inputs)
-        return self.key(inputs.input)[:, None]
+def masked_maps(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    selectors: tuple[Tensor, Tensor],
+    config: Selective,
+    state: Float[Tensor, "B S Ts"] | None,
+    terms: Terms,
+) -> Maps:
+    """The softmax of logits that are less by F, and what masks what; `state` as of a layer."""
+    visibility, scale, bias, softcap, sinks, _ = terms
+    hiding = selection(*selectors, config.protect_first, visibility, scale)
+    f = hiding.cumsum(2) - hiding
+    if state is not None:
+        f = f + pad(state, (0, k.shape[2] - state.shape[2]))[:, :, None]
+    visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits - f if config.masks else logits
+    logits = logits if bias is None else logits + bias
+    sinks = None if sinks is None else sinks[:, None, None]
+    return Maps(masked_softmax(logits, visible, sinks), hiding)

@@ -71,7 +71,7 @@ class EvictionOrderLoss:
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self._model, self._is_observing = model, False
         self._layers = ordering_layers(model)
-        self._maskers = [layer for layer in self._layers if layer.hides]
+        self._maskers = [layer for layer in self._layers if layer.running == "F"]
         if any(layer.query is None for layer in self._maskers):
             raise UserError(
                 "targets='maps' trains selectors of their own, and these are heads of the base; "
@@ -136,7 +136,7 @@ class EvictionOrderLoss:
         model.train(training)
         reports, self._reports = self._reports, []
         each = zip(self._layers, reports, strict=True)
-        ends = [(x.f[:, -1], x.visible[:, -1]) for layer, x in each if layer.hides]
+        ends = [(x.f[:, -1], x.visible[:, -1]) for layer, x in each if layer.running == "F"]
         if not ends:
             return torch.empty(0, device=batch["labels"].device)
         return torch.stack([(f * visible).sum() / visible.sum() for f, visible in ends])
@@ -181,7 +181,7 @@ class EvictionOrderLoss:
             raise UserError("draw(labels, step) chooses the queries, before the model runs")
         tokens = k.shape[2]
         dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        if layer.hides:
+        if layer.running == "F":
             selectors = layer.selectors(q, k, inputs)
             hiding = selection(*selectors, layer.config.protect_first, visibility, scale)
             f, visible = after_chunks(hiding, dense)
@@ -282,8 +282,8 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
     Raises:
         ValueError: there is none.
     """
-    kept = [x for x in layers_of(model) if x.keeps]
-    layers = [x for x in kept if x.reports_memory or not x.hides]
+    kept = [x for x in layers_of(model) if x.running]
+    layers = [x for x in kept if x.reports_memory or x.running != "F"]
     if not layers:
         raise UserError(
             f"targets='maps' teaches what a cache evicts by what layers keep per token, such as F, "

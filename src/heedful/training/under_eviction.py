@@ -60,7 +60,7 @@ class EvictionInTraining:
             self._of_modules.append(None if tokens is None else layer)
             if tokens is None:
                 continue
-            if not (layer.hides and layer.reports_memory):
+            if layer.running != "F" or not layer.reports_memory:
                 raise UserError(
                     f"eviction gives {type(layer).__name__} {tokens} tokens, and it masks "
                     "none: only layers of selective attention can have a budget in training"

@@ -114,11 +114,9 @@ def _users_policy(name: str) -> type[Eviction]:
 
 def _suited(model: nn.Module) -> str:
     """The policy that suits the mechanism of all layers."""
-    states = [module.heedful.keeps for module in attention_modules(model)]
-    for part, name in (("F", "most-hidden"), ("gate", "lowest-gate")):
-        if states and all(part in parts for parts in states):
-            return name
-    return "streaming-llm"
+    names = {module.heedful.running for module in attention_modules(model)}
+    suited = {"F": "most-hidden", "gate": "lowest-gate"}
+    return suited.get(names.pop(), "streaming-llm") if len(names) == 1 else "streaming-llm"
 
 
 def spelled(name: str) -> str:

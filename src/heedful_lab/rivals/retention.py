@@ -15,6 +15,7 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
+    Stream,
     check_defaults,
     check_inputs,
 )
@@ -83,7 +84,7 @@ class RetentionGateAttention(StandardAttention):
     """The gates of one layer, beside SDPA; a cache keeps one fp32 per token."""
 
     needs = frozenset({"input"})
-    keeps = ("gate",)
+    streams = (Stream("gate", running=True),)
 
     def __init__(self, config: RetentionGate, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)
@@ -145,7 +146,7 @@ class SelfPrunedAttention(RetentionGateAttention):
     """
 
     takes = frozenset({"bias", "softcap", "sinks"})
-    keeps = ()
+    streams = ()
     caches = False
     reports_memory = True
 
@@ -249,4 +250,4 @@ class LowestGate(Eviction):
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The gate."""
-        return cached.kept
+        return cached.number

@@ -199,8 +199,6 @@ def test_observed_attention_is_that_of_the_family_s_keys():
 def test_changed_keys_are_refused_where_the_cache_reads_its_own():
     model, ids = jetmoe(), tokens(1, 30)
     heedful.convert(model, "standard")
-    with pytest.raises(ValueError, match="changes keys or values after the cache has returned"):
-        in_steps(model, ids, [30], heedful.new_cache(model, dtype=torch.int8))
     with pytest.raises(ValueError, match="which Knorm does not see; take a policy that reads no"):
         in_steps(model, ids, [30], heedful.new_cache(model, Knorm(tokens=16)))
     assert in_steps(tiny(), ids, [30]).isfinite().all()

@@ -18,7 +18,7 @@ from heedful.eviction import (
     StreamingLLM,
     Window,
 )
-from heedful.hf.cache.budget import Budget
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.versions import cache_of
 from heedful.nn import HeadShape, LayerInputs, Selective, Standard

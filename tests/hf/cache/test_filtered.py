@@ -6,7 +6,7 @@ from torch import Tensor
 
 import heedful
 from heedful.eviction import H2O, TOVA, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
-from heedful.hf.cache.budget import Budget
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.filtered import FilteredKeysCache
 from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import HeadShape, LayerInputs, MultiToken
@@ -90,7 +90,7 @@ def test_evicted_tokens_are_hidden_and_nothing_else_changes(form, policy, sizes)
     torch.testing.assert_close(actual, over(layer, q, k, v, kept), rtol=0, atol=1e-12)
     newest = layer.newest_keys
     if newest:
-        last = cache._tokens.positions[:, 0, -newest:]
+        last = cache._streams.positions[:, -newest:]
         assert bool((last == torch.arange(90 - newest, 90)).all()), "in order, at the end"
 
 

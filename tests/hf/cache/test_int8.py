@@ -8,17 +8,14 @@ import torch
 
 import heedful
 from heedful.eviction import H2O, POLICIES, MostHidden, StreamingLLM
-from heedful.hf.cache import int8 as eight_bits
-from heedful.hf.cache import tokens as stored
+from heedful.hf.cache import base as stored
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.cache.int8 import dequantize, quantize
-from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.cache.slots import Slots
-from heedful.nn import Layer, Selective, Standard
+from heedful.nn import Selective, Standard
 from helpers.cached import MECHANISMS, converted, greedy, in_steps, serves, tensors_in
-from helpers.encoder_families import tiny as pair
-from helpers.families import FAMILIES, logits, ragged_mask, tiny, tokens, varied
+from helpers.families import logits, ragged_mask, tiny, tokens, varied
 
 ONE_BY_ONE = [name for name in MECHANISMS if not name.startswith("grouped")]
 WITH_ROWS = [name for name in MECHANISMS if name.startswith("mta")]
@@ -138,61 +135,6 @@ def test_bytes_are_counted_with_the_copies_that_attention_reads(dtype, eviction)
     assert cache.peak_nbytes < plain.peak_nbytes + read
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [(name, "llama") for name in ONE_BY_ONE] + [("selective-extra", family) for family in FAMILIES],
-)
-def test_one_head_at_a_time_is_all_at_once(name, family, monkeypatch):
-    """Only where every head is computed from its own keys and values alone."""
-    model, ids = converted(name, family), tokens(2, 30)
-    whole, by_heads = int8(model), int8(model)
-    in_steps(model, ids, [9, 7, 1, 13], whole)
-    with monkeypatch.context() as patched:
-        patched.setattr(eight_bits, "READ", 1)
-        actual = in_steps(model, ids, [9, 7, 1, 13], by_heads)
-    with monkeypatch.context() as patched:
-        patched.setattr(stored, "Slots", QuantizedFirst)
-        expected = in_steps(model, ids, [9, 7, 1, 13], heedful.new_cache(model))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    assert by_heads.nbytes == whole.nbytes
-    last = [layer for layer in model.modules() if isinstance(layer, Layer)][-1]  # at the peak
-    assert (by_heads.peak_nbytes < whole.peak_nbytes) == last.any_heads
-
-
-def test_a_head_read_alone_has_its_own_bias(monkeypatch):
-    model, source, target = varied(pair("t5"), Standard()), tokens(2, 11), tokens(2, 9)
-
-    def in_pieces(cache):
-        parts = []
-        for piece in target.split([5, 1, 3], dim=1):
-            with torch.no_grad():
-                parts.append(model(input_ids=source, decoder_input_ids=piece, cache=cache).logits)
-        return torch.cat(parts, 1)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(eight_bits, "READ", 1)
-        actual = in_pieces(int8(model))
-    with monkeypatch.context() as patched:
-        patched.setattr(stored, "Slots", QuantizedFirst)
-        expected = in_pieces(heedful.new_cache(model))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    assert (actual - logits(model, source, decoder_input_ids=target)).abs().max() > 1e-7
-
-
-@pytest.mark.parametrize("read", [1, 4 * 97 * 2 * 32, 2**17])
-def test_heads_are_copied_as_far_as_they_fit(read, monkeypatch):
-    """Two sequences of 97 tokens, with 2 x 32 numbers in each of four key heads."""
-    monkeypatch.setattr(eight_bits, "READ", read)
-    model = varied(
-        tiny(head_dim=32, num_key_value_heads=4, num_attention_heads=4, dtype=torch.float32),
-        Standard(),
-    )
-    cache = int8(model)
-    in_steps(model, tokens(2, 97), [97], cache)
-    heads = {1: 1, 2**17: 4}.get(read, 2)
-    assert cache.peak_nbytes == cache.nbytes + heads * 2 * 97 * 2 * 32 * 4
-
-
 @pytest.mark.parametrize("policy", [None, StreamingLLM, H2O, MostHidden])
 def test_whole_rows_are_their_steps(policy):
     model, ids = varied(tiny(num_hidden_layers=2), Selective(selector="extra")), tokens(2, 26)
@@ -223,22 +165,6 @@ def test_what_cannot_be_quantized_is_refused():
         greedy(model, tokens(1, 4), cache_implementation="quantized")
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_keys_that_a_family_changes_behind_the_cache_are_refused(part, monkeypatch):
-    model = converted("standard")
-    update = LayerCache.update
-
-    def scaled(self, *args, **options):
-        out = list(update(self, *args, **options))
-        out[part] = out[part] * 0.5
-        return tuple(out)
-
-    monkeypatch.setattr(LayerCache, "update", scaled)
-    in_steps(model, tokens(1, 4), [4], heedful.new_cache(model))  # these it does see
-    with pytest.raises(ValueError, match=r"changes keys or values after .* without dtype"):
-        in_steps(model, tokens(1, 4), [4], int8(model))
-
-
 @pytest.mark.parametrize(("name", "part"), [("mta-everywhere", "queries"), ("selective", "F")])
 def test_query_rows_and_states_are_not_quantized(name, part):
     """Of the first layer, to which quantized tokens of other layers make no difference."""
@@ -247,7 +173,8 @@ def test_query_rows_and_states_are_not_quantized(name, part):
     for cache in (int8(model), heedful.new_cache(model)):
         in_steps(model, ids, [9], cache)
         layer = cache.layers[0]
-        first.append(layer._queries.rows if part == "queries" else layer._state)
+        kept = layer._tails[part].rows if part == "queries" else layer._streams[part].contents
+        first.append(kept)
     if part == "queries":
         assert torch.equal(*first)
     else:  # F is of quantized logits, with all its digits

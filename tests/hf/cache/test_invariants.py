@@ -8,6 +8,7 @@ from heedful.eviction import POLICIES, Window
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.streams import Numbers
 from heedful.hf.cache.summaries import SummaryCache
 from helpers.cached import MECHANISMS, converted, in_steps, serves, tensors_in
 from helpers.encoder_families import tiny as tiny_pair
@@ -46,20 +47,20 @@ def check(part: AttentionCache) -> None:
 
 
 def check_tokens(part: LayerCache) -> None:
-    counters, cached = part.counters, part._tokens
+    counters, streams = part.counters, part._streams
     if not part.record_past:
         assert part._undo is None
-        most = counters.total if part.window is None else part.window - 1 + part._past_queries
+        most = counters.total if part.window is None else part.window - 1 + part._past
         most = most if part.budget is None else min(most, part.budget.tokens - 1)
         assert part.length == min(counters.total, most)
-    for slots in cached.streams:
-        assert slots.length == part.length
-        assert 0 <= slots.start <= slots.buffer.shape[2] - slots.length
-    assert (cached.positions is None) == (part.budget is None or not part.is_initialized)
-    score = None if part._step is None else part._step.score
-    for x in (cached.positions, part._state, score):
-        assert x is None or x.shape[-1] == part.length
-    if (past := part._queries).rows is not None:
+    for stream in streams.values():
+        if isinstance(stream, Numbers):
+            assert stream.contents is None or stream.contents.shape[2] == part.length
+        elif part.is_initialized:
+            assert stream.length == part.length
+            assert 0 <= stream.start <= stream.buffer.shape[2] - stream.length
+    assert (streams.positions is None) == (part.budget is None or not part.is_initialized)
+    if (past := part._tails["queries"]).rows is not None:
         count, least = past.rows.shape[2], min(past.count, counters.total)
         assert least <= count <= counters.total and (part.record_past or count == least)
 
@@ -90,9 +91,9 @@ def pending_tokens(monkeypatch):
             assert new == q.shape[2] <= total
             if isinstance(part, LayerCache):
                 assert new <= part.length
-                if (positions := part._tokens.positions) is not None:
+                if (positions := part._streams.positions) is not None:
                     expected = torch.arange(total - new, total)
-                    assert (positions[:, 0, part.length - new :] == expected).all()
+                    assert (positions[:, part.length - new :] == expected).all()
             return attend(part, layer, q, *args, **kwargs)
 
         return do
@@ -177,24 +178,25 @@ def off_by_one(name):
 
 
 def shorter(part, slots="keys"):
-    getattr(part._tokens, slots).length -= 1
+    part._streams[slots].length -= 1
 
 
 def doubled(part):
-    positions = part._tokens.positions
+    positions = part._streams.positions
     positions[..., 1] = positions[..., 0]
 
 
-def without_one(holder, name):
+def without_one(name):
     def change(part):
-        of = getattr(part, holder) if holder else part
-        setattr(of, name, getattr(of, name)[..., 1:])
+        numbers = part._streams[name]
+        numbers.contents = numbers.contents[..., 1:]
 
     return change
 
 
 def one_row(part):
-    part._queries.rows = part._queries.rows[:, :, 1:]
+    tail = part._tails["queries"]
+    tail.rows = tail.rows[:, :, 1:]
 
 
 def larger_count(part):
@@ -211,11 +213,11 @@ BREAKS = {
     "pending": ("standard", None, off_by_one("pending")),
     "prompt": ("selective", None, off_by_one("prompt")),
     "length": ("standard", None, shorter),
-    "one stream": ("selective-extra", None, lambda part: shorter(part, "extra")),
+    "one stream": ("selective-extra", None, lambda part: shorter(part, "selector keys")),
     "a budget's length": ("standard", POLICIES[1], shorter),
     "positions": ("standard", POLICIES[1], doubled),
-    "state": ("selective", None, without_one("", "_state")),
-    "score": ("standard", POLICIES[2], without_one("_step", "score")),
+    "state": ("selective", None, without_one("F")),
+    "score": ("standard", POLICIES[2], without_one("score")),
     "query rows": ("mta-everywhere", None, one_row),
     "bytes": ("standard", None, larger_count),
     "open tokens": ("grouped", None, opened_later),

@@ -56,7 +56,7 @@ def moves(monkeypatch) -> Moves:
             turned = {x: -getattr(cache._state, x) for x in names}
             cache._state = cache._state._replace(**turned).with_views()
         else:
-            for slots in (cache._tokens.keys, cache._tokens.values):
+            for slots in (cache._streams["keys"], cache._streams["values"]):
                 slots.map_batch(torch.neg)
 
     def going(where: str, then):

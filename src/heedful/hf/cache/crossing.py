@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.checks import UserError
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
-from heedful.hf.cache.counters import Meter, nbytes_of
-from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.counters import Meter
+from heedful.hf.cache.layer import QUERIES, LayerCache
 from heedful.hf.cache.rows import PastRows
+from heedful.hf.cache.streams import KEYS, VALUES
 from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Queries, Visibility
@@ -48,33 +49,12 @@ class CrossLayerCache(AttentionCache):
     """
 
     def __init__(self, layer: Layer, meter: Meter | None = None) -> None:
-        self._past_queries = layer.past_queries
+        self._past = layer.tails.get(QUERIES, 0)
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
         super()._clear()
-        self.keys: Float[Tensor, "B Hk n D"] | None = None
-        self.values: Float[Tensor, "B Hk n D"] | None = None
-        self._queries = PastRows(self._past_queries)
-
-    @property
-    def batch(self) -> int | None:
-        return None if self.keys is None else len(self.keys)
-
-    @property
-    def length(self) -> int:
-        """Number of cached tokens of the source."""
-        return self.counters.total
-
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes of the source's keys and values."""
-        return nbytes_of([self.keys, self.values])
-
-    @property
-    def bf16_nbytes(self) -> int:
-        """Bytes of the source's keys and values in bfloat16."""
-        return sum(2 * x.numel() for x in (self.keys, self.values) if x is not None)
+        self._tails[QUERIES] = PastRows(self._past)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The source alone: queries add no keys."""
@@ -90,8 +70,9 @@ class CrossLayerCache(AttentionCache):
                 "another's; call its reset(), or make one with heedful.new_cache(model)"
             )
         self._begin_update(key_states, kwargs)
-        self.keys, self.values = key_states.contiguous(), value_states.contiguous()
-        self.counters.add(self.keys.shape[2])
+        for name, x in ((KEYS, key_states), (VALUES, value_states)):
+            self._streams[name].append(x.contiguous(), limit=0)
+        self.counters.add(key_states.shape[2])
         self.counters.pending = 0  # a source is not a part of the text that goes on
         self._measure()
         return self.keys, self.values
@@ -112,41 +93,33 @@ class CrossLayerCache(AttentionCache):
 
         `visibility` is the source's, `target` as for `of_source`.
         """
-        if inputs.bias is not None and self._past_queries:
+        if inputs.bias is not None and self._past:
             raise UserError(
                 f"{type(layer).__name__} needs earlier query rows, and this family adds a bias to "
                 "the logits of its cross-attention, which is kept for none; use_cache=False"
             )
-        rows = self._queries.add(q, keep_all=self.record_past) if self._past_queries else q
+        rows = self._tails[QUERIES].add(q, keep_all=self.record_past) if self._past else q
         visibility = of_source(visibility, target, rows.shape[2])
         if is_step(rows, k):
             inputs = inputs._replace(new=q.shape[2])
         options = {"visibility": visibility, "scale": scale, "inputs": inputs}
         out = run_layer(layer, rows, k, v, **options).output
-        if self._past_queries:
+        if self._past:
             self._measure()
         return out[:, :, -q.shape[2] :]
 
     def _undoable(self) -> float:
         """Of the target's tokens: all, as nothing of them is cached but query rows."""
-        return float("inf") if self.record_past or not self._past_queries else 0
+        return float("inf") if self.record_past or not self._past else 0
 
     def _take_back(self, count: int) -> None:
-        self._queries.drop_last(count)
-        self._queries.trim()
+        self._tails[QUERIES].drop_last(count)
+        self._tails[QUERIES].trim()
 
     def offload(self) -> None:
         """Stays: a family reads the keys of a source without asking for them."""
 
     prefetch = offload
-
-    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.is_initialized:
-            self.keys, self.values = change(self.keys), change(self.values)
-        self._queries.map_batch(change)
-
-    def _tensors(self) -> list[Tensor | None]:
-        return [self.keys, self.values, self._queries.rows]
 
 
 class BiasedLayerCache(LayerCache):
@@ -185,15 +158,15 @@ class BiasedLayerCache(LayerCache):
     ):
         """As of any family, with the bias of the kept query rows before that of the new ones."""
         bias = inputs.bias
-        if self._past_queries and bias is not None:
+        if self._past and bias is not None:
             if self._bias is not None:  # later keys, which a kept row does not see, get zeros
                 bias = torch.cat([pad(self._bias, (0, q.shape[2])), bias], dim=2)
-            rows = self._queries.rows
-            past = 0 if rows is None else min(self._past_queries, rows.shape[2])
+            rows = self._tails[QUERIES].rows
+            past = 0 if rows is None else min(self._past, rows.shape[2])
             first = bias.shape[2] - past - q.shape[2]
             inputs = inputs._replace(bias=bias[:, :, first:])
         out = super().attend(layer, q, k, v, inputs=inputs, **options)
-        if self._past_queries and bias is not None:
+        if self._past and bias is not None:
             self._keep(bias)
             self._measure()
         return out
@@ -206,7 +179,7 @@ class BiasedLayerCache(LayerCache):
 
     def _keep(self, bias: Float[Tensor, "#B H r n"]) -> None:
         """Keep what belongs to the query rows that are kept."""
-        rows = self._queries.rows
+        rows = self._tails[QUERIES].rows
         count = 0 if rows is None else rows.shape[2]
         self._bias = bias[:, :, bias.shape[2] - count :].detach().clone()
 

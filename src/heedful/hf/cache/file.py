@@ -24,7 +24,7 @@ from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.identity import cache_identity, json_digest, tensors_digest
 
-FORMAT = 2
+FORMAT = 3
 _NAME, _DIGEST = "heedful.cache", "heedful.digest"  # of the metadata
 _PARTS = {
     "weights": "other weights, or the same in another precision",
@@ -218,7 +218,14 @@ def unpack(old: object, packed: object, tensors: dict[str, Tensor], device: torc
             slots.refill(tokens, packed["room"], packed["start"], packed["own"])
         return slots
     if "each" in packed:
-        return {key: unpack(None, x, tensors, device) for key, x in packed["each"].items()}
+        before = old if isinstance(old, dict) else {}
+        each = packed["each"].items()
+        new = {key: unpack(before.get(key), x, tensors, device) for key, x in each}
+        if before is not old:
+            return new
+        old.clear()
+        old.update(new)
+        return old
     for key, x in packed["parts"].items():
         setattr(old, key, unpack(getattr(old, key, None), x, tensors, device))
     return old

@@ -19,10 +19,6 @@ from heedful.checks import UserError
 from heedful.eviction.selection import Moves
 from heedful.hf.cache.slots import Slots
 
-READ = 2**17
-"""Numbers of keys and values that a CPU dequantizes at a time: in float32 512 KiB, near a core's
-cache. Elsewhere all are read at once, since each part would be launches of its own."""
-
 _LARGEST = 127
 
 
@@ -43,18 +39,13 @@ class Int8Slots:
         return dequantize(self._codes.contents, self._scales.contents, self._dtype)
 
     @property
-    def codes(self) -> Int8[Tensor, "B H n D"]:
-        """The tokens, as whole multiples of their scales."""
-        return self._codes.contents
-
-    def read(self, heads: slice, tokens: slice) -> Float[Tensor, "B h m D"]:
-        """Some tokens of some heads, dequantized."""
-        codes, scales = self._codes.contents, self._scales.contents
-        return dequantize(codes[:, heads, tokens], scales[:, heads, tokens], self._dtype)
-
-    @property
     def length(self) -> int:
         return self._codes.length
+
+    @property
+    def batch(self) -> int | None:
+        """Number of sequences; `None` before the first tokens."""
+        return self._codes.batch
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -146,16 +137,6 @@ class Int8Slots:
         """Replace the buffers by a function of them, such as a choice of sequences."""
         for slots in (self._codes, self._scales):
             slots.map_batch(change)
-
-
-def heads_read_together(
-    keys: Int8[Tensor, "B H n D"], values: Int8[Tensor, "B H n Dv"]
-) -> list[slice]:
-    """Heads in parts, of which each is dequantized at a time."""
-    heads, count = keys.shape[1], keys.shape[1]
-    if keys.device.type == "cpu":
-        count = max(1, min(heads, READ // (keys[:, 0].numel() + values[:, 0].numel())))
-    return [slice(first, min(heads, first + count)) for first in range(0, heads, count)]
 
 
 def is_int8(dtype: torch.dtype | None) -> bool:

@@ -1,31 +1,32 @@
 """The cache of a layer that keeps tokens one by one, and what its mechanism needs beside them.
 
-Keys and values, and beside them what the layer declares: the last query rows (a convolution reads
-them), one number per key and selector (selective attention's F), own selector keys. Under a budget
-it evicts tokens, whose slots are used for the next ones.
+Keys and values, and beside them the streams and tails that the layer declares. Under a budget it
+evicts tokens, whose slots are used for the next ones.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heedful.checks import UserError
-from heedful.eviction import CachedTokens, Eviction, selection
+from heedful.eviction import CachedTokens, selection
+from heedful.eviction.policy import Budget
+from heedful.eviction.selection import KeepRules
 from heedful.hf.cache.base import AttentionCache, check_unrecorded
-from heedful.hf.cache.budget import Budget, EvictionStep, scores_add_up
-from heedful.hf.cache.counters import Meter, nbytes_of
-from heedful.hf.cache.int8 import heads_read_together
+from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.rows import PastRows
-from heedful.hf.cache.slots import SLACK
-from heedful.hf.cache.tokens import StoredTokens
-from heedful.hf.cache.undo import UNDO_ROWS, LastCall, Undo
+from heedful.hf.cache.slots import SLACK, Slots
+from heedful.hf.cache.streams import KEYS, POSITIONS, SCORE, VALUES, Numbers
+from heedful.hf.cache.undo import UNDO_ROWS, LastCall, Undo, run_part
 from heedful.hf.intercept import run_layer
-from heedful.nn import Layer, LayerInputs, LayerOutput
+from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.common.few import is_step
+
+QUERIES = "queries"
 
 
 class LayerCache(AttentionCache):
@@ -42,7 +43,7 @@ class LayerCache(AttentionCache):
         ValueError: the policy does not support the layer.
     """
 
-    parts = ("_tokens", "_queries", "_state", "_step", "counters", "dtype")
+    parts = ("_streams", "_tails", "counters", "dtype")
 
     def __init__(
         self,
@@ -52,12 +53,17 @@ class LayerCache(AttentionCache):
         meter: Meter | None = None,
         int8: bool = False,
     ) -> None:
-        if layer.past_queries and layer.keeps:
-            raise UserError(f"{type(layer).__name__} needs both query rows and a state")
-        self._past_queries = layer.past_queries
-        self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
-        self._takes_steps, self._kept = layer.takes_steps, layer.keeps[:1]
-        self._index = layer.shape.layer
+        self._layer_streams, self._running = layer.streams, layer.running
+        self._takes_steps = layer.takes_steps
+        # Earlier query rows that are computed again; with filtered keys none is.
+        self._past = 0 if layer.tails.get("keys") else layer.tails.get("queries", 0)
+        if self._past and self._running:
+            raise UserError(
+                f"{type(layer).__name__} has a running stream and a tail of queries: a cache would "
+                "compute earlier rows again, whose state is gone; give it a tail of keys as well, "
+                "with which no row is computed twice"
+            )
+        self._index, self._keeps_first = layer.shape.layer, layer.keeps_first
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
         if tokens is not None and self.window is not None and self.window <= tokens:
@@ -65,145 +71,67 @@ class LayerCache(AttentionCache):
         if budget is not None:
             selection.check_policy(budget.policy, layer, budget.tokens)
         self.budget, self.int8 = budget, int8
-        self.policy: Eviction | None = None if budget is None else budget.policy
-        needs = () if budget is None else self.policy.needs
-        self._observes = budget is not None and self.policy.observes != 0
+        needs = () if budget is None else budget.policy.needs
+        self._observes = budget is not None and budget.policy.observes != 0
         self.is_croppable, self.reads_positions = not self._observes, "positions" in needs
-        self._reads_rows = "keys" in needs or "values" in needs
-        # Keys that other layers of the model read must be there as a whole.
-        self._by_heads = int8 and layer.any_heads and layer.host.own_cache
-        # Attention or the policy reads keys from here, and not what `attend` is given.
-        self._reads_itself = self._by_heads or self._reads_rows
+        self._reads_keys = "keys" in needs or "values" in needs
         # Other tensors than the buffers of tokens change their size in every call.
-        self._changes = bool(layer.past_queries or self._stateful or self._observes or int8)
-        self._room = self._room_ahead()
+        self._changes = bool(any(layer.tails.values()) or self._running or self._observes or int8)
+        # For how many tokens room is made ahead of them; a window's slides through some more.
+        self._room = tokens if budget is not None else None
+        if budget is None and self.window is not None:
+            reach = self.window + self._past
+            self._room = reach + max(8, reach // SLACK)
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
         super()._clear()
-        self._tokens = StoredTokens(self.int8)
-        self._queries = PastRows(self._past_queries)
-        self._state: Float[Tensor, "B S n"] | None = None
-        self._step = None if self.budget is None else EvictionStep(self.budget)
-        self._undo: Undo | None = None
+        for stream in self._layer_streams:
+            self._streams[stream.name] = Numbers() if stream.running else self._new_stream()
+        if self.budget is not None:
+            self._streams[POSITIONS] = Slots()
+        if self._observes:
+            self._streams[SCORE] = Numbers()
+        self._numbers = [x for x in self._streams.values() if isinstance(x, Numbers)]
+        self._tails[QUERIES] = PastRows(self._past)
         self._returned: tuple[Tensor, Tensor] | None = None  # by an `update`, until `attend`
 
     @property
-    def keys(self) -> Float[Tensor, "B Hk n D"] | None:
-        return self._tokens.keys.contents
-
-    @property
-    def values(self) -> Float[Tensor, "B Hk n Dv"] | None:
-        return self._tokens.values.contents
-
-    @property
-    def batch(self) -> int | None:
-        return self._tokens.batch
-
-    @property
-    def length(self) -> int:
-        return self._tokens.length
-
-    def activate_past_recording(self) -> None:
-        if not self.is_croppable:
-            raise scores_add_up(self.policy)
-        super().activate_past_recording()
-
-    def positions(self) -> Int[Tensor, "B n"]:
-        if self._tokens.positions is None:
-            return super().positions()
-        return self._tokens.positions[:, 0].sort(1).values
-
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes of all that is cached per token, if no token were evicted or quantized."""
-        per_token = self._tokens.token_nbytes
-        if self._state is not None and self._state.shape[2]:
-            per_token += self._state[:, :, :1].numel() * self._state.element_size()
-        return per_token * self._whole_length
-
-    @property
-    def bf16_nbytes(self) -> int:
-        """Bytes of keys and values in bfloat16, if no token were evicted."""
-        return 2 * sum(x.token_numbers for x in self._tokens.of_heads) * self._whole_length
-
-    @property
-    def reserve_nbytes(self) -> int:
-        """Bytes of the room for later tokens."""
-        return self._tokens.reserve_nbytes
-
-    @property
     def _whole_length(self) -> int:
-        """Number of tokens that would be cached without eviction."""
         total = self.counters.total
-        return total if self.window is None else min(total, self._reach)
-
-    @property
-    def _reach(self) -> int:
-        """Number of tokens behind a window: each earlier query row has a window of its own."""
-        return self.window - 1 + self._past_queries
-
-    def _room_ahead(self) -> int | None:
-        """For how many tokens room is made ahead of them; a window's slides through some more."""
-        if self.budget is not None:
-            return self.budget.tokens
-        if self.window is None:
-            return None
-        reach = self._reach + 1
-        return reach + max(8, reach // SLACK)
+        return total if self.window is None else min(total, self.window - 1 + self._past)
 
     # A call: new tokens, then attention.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens, `[B, Hk, T, D]`; returns those of all.
-
-        Where `attend` dequantizes some heads at a time, it is the codes that are returned.
-        """
+        """Add the keys and values of new tokens, `[B, Hk, T, D]`; returns those of all."""
         if (evicts := self.budget is not None) and key_states.requires_grad:
             check_unrecorded("evicts", "heedful.new_cache(model, eviction=False)")
         if self.int8 and key_states.requires_grad:
             check_unrecorded("quantizes", "a cache without dtype")
         self._begin_update(key_states, kwargs)
-        new, tokens = key_states.shape[2], self._tokens
-        grown = tokens.append(key_states, value_states, self._room)
+        new, room, streams = key_states.shape[2], self._room, self._streams
+        keys, values = streams[KEYS], streams[VALUES]
+        grown = keys.append(key_states, room)
+        grown = values.append(value_states, room) or grown
         if evicts:
-            grown = tokens.place(self.counters.total, new, self._room) or grown
+            grown = streams.place(self.counters.total, new, room) or grown
         if grown or self.int8:
-            self._measure(copied=tokens.replaced)
+            self._measure(copied=max(keys.replaced, values.replaced))
         self.counters.add(new)
-        if not self._reads_itself:
-            return self.keys, self.values
-        if self._by_heads:
-            self._returned = tokens.keys.codes, tokens.values.codes
-        else:
-            self._returned = self.keys, self.values
+        if not self._reads_keys:
+            return keys.contents, values.contents
+        self._returned = keys.contents, values.contents
         return self._returned
-
-    def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        """Raise where what attention reads is not what `update` has returned."""
-        returned, self._returned = self._returned, None
-        if returned is not None and (k is not returned[0] or v is not returned[1]):
-            reader, way_out = self._reader
-            raise UserError(
-                f"{type(layer).__name__}: this family changes keys or values after the cache has "
-                f"returned them, which {reader} does not see; {way_out}"
-            )
-
-    @property
-    def _reader(self) -> tuple[str, str]:
-        """Reader of keys and values from the cache alone, and how to avoid it, in words."""
-        if self._by_heads:
-            return "a quantized cache", "make it without dtype"
-        return type(self.policy).__name__, "take a policy that reads no keys"
 
     def attend(
         self,
         layer: Layer,
         q: Float[Tensor, "B heads Tq D"],
-        k: Float[Tensor, "B Hk Tk Dk"] | Int8[Tensor, "B Hk Tk Dk"],
-        v: Float[Tensor, "B Hk Tk D"] | Int8[Tensor, "B Hk Tk D"],
+        k: Float[Tensor, "B Hk Tk Dk"],
+        v: Float[Tensor, "B Hk Tk D"],
         *,
         visibility: Visibility,
         scale: float | None,
@@ -218,36 +146,23 @@ class LayerCache(AttentionCache):
             visibility: which keys each query sees, among all tokens so far.
             scale, inputs: for the layer.
         """
-        if self._reads_itself:
-            self._check_unchanged(layer, k, v)
-        grown = False
-        if (extra := layer.extra_cache(inputs)) is not None:
-            grown = self._tokens.append_extra(extra.to(q.dtype), self._room)
-            inputs = inputs._replace(extra_cache=self._tokens.extra.contents)
-        if self.reads_positions:
-            if inputs.positions is None:
-                raise UserError(
-                    f"{type(self.policy).__name__} needs the positions of the tokens: pass "
-                    "inputs=LayerInputs(positions=...)"
-                )
-            inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
+        if self._returned is not None:
+            returned, self._returned = self._returned, None
+            name = type(self.policy).__name__
+            check_unchanged(layer, returned, (k, v), name, "take a policy that reads no keys")
         of_cached = self._visibility_of_cached(visibility, self.counters.pending)
-        rows = q
-        if self._past_queries or (self._stateful and self.record_past):
+        rows, tail = q, self._tails[QUERIES]
+        if self._past or (self._running and self.record_past):
             if layer.window is None and 0 < (self.window or 0) <= self.counters.total:
-                self._queries.check_seen(layer, of_cached)
-            rows = self._queries.add(q, keep_all=self.record_past)
-        if self._stateful or self._takes_steps:
-            new = q.shape[2] if self._takes_steps and is_step(rows, k) else None
-            inputs = inputs._replace(state=self._state, new=new)
-        call, before = LastCall(None, of_cached, scale, inputs), self._state
-        if self.record_past and self._stateful and rows.shape[2] > UNDO_ROWS:
-            output, before = self._in_two_runs(layer, rows, k, v, call)
-        else:
-            output, self._state = self._run(layer, rows, k, v, call)[:2]
+                tail.check_seen(layer, of_cached)
+            rows = tail.add(q, keep_all=self.record_past)
+        new = q.shape[2] if self._takes_steps and is_step(rows, k) else None
+        inputs, grown = self._with_streams(layer, q, inputs, new)
+        call = LastCall(None, of_cached, scale, inputs)
+        output, before = self._run(layer, rows, k, v, call)
         if self.record_past or self.budget is not None or self.window is not None:
             inputs = inputs._replace(state=before, new=None)
-            call = LastCall(q, visibility, scale, inputs, None if self._by_heads else k)
+            call = LastCall(q, visibility, scale, inputs, k)
             (self._record if self.record_past else self._evict)(call)
         self.counters.pending = 0
         if grown:
@@ -255,6 +170,31 @@ class LayerCache(AttentionCache):
         elif self._changes:
             self._measure_call()
         return output if rows is q else output[:, :, -q.shape[2] :]
+
+    def _with_streams(
+        self, layer: Layer, q: Tensor, inputs: LayerInputs, new: int | None
+    ) -> tuple[LayerInputs, bool]:
+        """The inputs with the layer's streams of all tokens, and whether a buffer has grown."""
+        grown = False
+        if self._layer_streams:
+            rows = layer.rows(inputs)
+            for name, x in rows.items():
+                grown = self._streams[name].append(x.to(q.dtype), self._room) or grown
+            inputs = inputs._replace(
+                state=self._streams[self._running].contents if self._running else None,
+                rows={name: self._streams[name].contents for name in rows} if rows else None,
+                new=new,
+            )
+        elif new is not None:
+            inputs = inputs._replace(new=new)
+        if self.reads_positions:
+            if inputs.positions is None:
+                raise UserError(
+                    f"{type(self.policy).__name__} needs the positions of the tokens: pass "
+                    "inputs=LayerInputs(positions=...)"
+                )
+            inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
+        return inputs, grown
 
     def _visibility_of_cached(self, visibility: Visibility, new: int) -> Visibility:
         """Visibility among the cached tokens, from that of all, `new` ones of this call."""
@@ -267,7 +207,7 @@ class LayerCache(AttentionCache):
         visibility = selection.check_visibility(visibility, self._owner.layer(), before)
         if visibility.plain:
             return visibility
-        positions = self._tokens.positions[:, 0]
+        positions = self._streams.positions
         parts = {
             name: x.expand(len(positions), -1).gather(1, positions)
             for name in ("documents", "padding")
@@ -275,211 +215,146 @@ class LayerCache(AttentionCache):
         }
         return replace(visibility, positions=positions, **parts)
 
-    def _in_two_runs(
-        self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall
-    ) -> tuple[Float[Tensor, "B H Tr D"], Float[Tensor, "B S n"]]:
-        """The layer's output for query rows, and the running state where undoing may begin."""
-        first = rows.shape[2] - UNDO_ROWS
-        early = self._run_part(layer, rows[:, :, :first], k, v, call, UNDO_ROWS)
-        self._state = early.state
-        late = self._run_part(layer, rows[:, :, first:], k, v, call)
-        self._state = late.state
-        return torch.cat([early.output, late.output], dim=2), early.state
-
-    def _run_part(
-        self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
-    ) -> LayerOutput:
-        """The layer for some of the query rows, which so many later tokens follow."""
-        count = self.length - later
-        inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
-        if later and inputs.extra_cache is not None:
-            inputs = inputs._replace(extra_cache=inputs.extra_cache[:, :, :count])
-        call = call._replace(visibility=call.visibility.part(0, count), inputs=inputs)
-        return self._run(layer, rows, k, v, call, later)
-
     def _run(
-        self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
-    ) -> LayerOutput:
-        """The layer for query rows, and the tokens before so many later ones."""
-        if self._by_heads:
-            return self._run_by_heads(layer, rows, self.length - later, call)
-        if later:
-            k, v = k[:, :, : self.length - later], v[:, :, : self.length - later]
-        options = {"visibility": call.visibility, "scale": call.scale, "inputs": call.inputs}
-        return run_layer(layer, rows, k, v, **options)
-
-    def _run_by_heads(self, layer: Layer, rows: Tensor, count: int, call: LastCall) -> LayerOutput:
-        """The layer for query rows and the first `count` tokens, of which few heads are copied."""
-        keys, values = self._tokens.keys, self._tokens.values
-        group = rows.shape[1] // keys.codes.shape[1]
-
-        def run(heads: slice) -> LayerOutput:
-            k, v = keys.read(heads, slice(count)), values.read(heads, slice(count))
-            self._measure(copied=k.nbytes + v.nbytes)
-            own = slice(heads.start * group, heads.stop * group)
-            return run_layer(
-                layer, rows[:, own], k, v, visibility=call.visibility, scale=call.scale,
-                inputs=call.inputs.of_heads(own),
-            )  # fmt: skip
-
-        parts = [run(heads) for heads in heads_read_together(keys.codes, values.codes)]
-        return parts[0]._replace(output=torch.cat([x.output for x in parts], dim=1))
+        self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall
+    ) -> tuple[Float[Tensor, "B H Tr D"], Float[Tensor, "B S n"] | None]:
+        """The layer's output for query rows, and the running state where undoing may begin."""
+        late, outputs, before = rows, [], call.inputs.state
+        if self.record_past and self._running and rows.shape[2] > UNDO_ROWS:
+            early, late = rows[:, :, :-UNDO_ROWS], rows[:, :, -UNDO_ROWS:]
+            result = run_part(layer, early, k, v, call, UNDO_ROWS)
+            outputs, before = [result.output], result.state
+            call = call._replace(inputs=call.inputs._replace(state=before))
+            result = run_part(layer, late, k, v, call)
+        else:
+            options = {"visibility": call.visibility, "scale": call.scale, "inputs": call.inputs}
+            result = run_layer(layer, rows, k, v, **options)
+        if self._running:
+            self._streams[self._running].contents = result.state
+        output = torch.cat([*outputs, result.output], dim=2) if outputs else result.output
+        return output, before
 
     # Eviction.
 
     def _evict(self, call: LastCall) -> None:
         """Drop what no window reaches any more, or what the budget has no room for."""
+        streams = self._streams
         if self.budget is None:
-            spare = 0 if self.window is None else self.length - self._reach
+            spare = 0 if self.window is None else self.length - (self.window - 1 + self._past)
             if spare > 0:
-                self._tokens.drop_first(spare)
-                self._state = None if self._state is None else self._state[..., spare:]
+                streams.drop_first(spare)
         elif torch.is_grad_enabled():
             with torch.no_grad():
-                self._evict_over_budget(call)
-        else:
-            self._evict_over_budget(call)
+                self._evict(call)
+        elif self._observes or self.length >= self.budget.tokens:
+            cached, rules = self._candidates(call), self._rules(call.visibility)
+            policy, tokens = self.budget.policy, self.budget.tokens
+            score = selection.scores(policy, cached, rules.padding)
+            if self._observes:
+                streams[SCORE].contents = score[:, None]
+            if self.length < tokens:
+                return
+            slots = selection.slots_to_evict(score, cached.positions, policy, tokens, rules)
+            before = self._nbytes + (streams.copy_nbytes if self.int8 else 0)
+            moves = selection.moves(slots, self.length, rules.newest)
+            if copied := streams.move(moves, self._room):
+                self._measure(most=before + copied)
 
-    def _evict_over_budget(self, call: LastCall) -> None:
-        if self._step.due(self.length) and (moves := self._step.moves(*self._candidates(call))):
-            self._move(moves)
-
-    def _candidates(self, call: LastCall) -> tuple[CachedTokens, selection.KeepRules]:
-        """All cached tokens as the policy scores them, and what else decides."""
-        counters, visibility, needs = self.counters, call.visibility, self.policy.needs
-        if self.int8 and (self._reads_rows or self._observes):
-            self._measure(copied=self._tokens.keys.copy_nbytes)  # of all keys, once more
-        positions, read = self._tokens.positions[:, 0], {}
-        if "F" in needs:
-            read["hidden"] = self._state.amin(1)
-        elif self._kept and self._kept[0] in needs:
-            read["kept"] = self._state.amin(1)
+    def _candidates(self, call: LastCall) -> CachedTokens:
+        """All cached tokens as the policy scores them."""
+        policy, visibility = self.budget.policy, call.visibility
+        needs = policy.needs
+        if self.int8 and (self._reads_keys or self._observes):
+            self._measure(copied=self._streams[KEYS].copy_nbytes)  # of all keys, once more
+        positions, read = self._streams.positions, {}
+        if self._running in needs:
+            read["number"] = self._streams[self._running].contents.amin(1)
         if self.reads_positions:
             read["next"] = call.inputs.positions[:, -1] + 1
-        if self._reads_rows:
+        if self._reads_keys:
             real = visibility.padding
             if real is not None:
                 real = real.expand(len(positions), -1).gather(1, positions)
             read |= {"real": real, "layer": self._index}
-            read |= {name: getattr(self, name) for name in ("keys", "values") if name in needs}
+            read |= {name: getattr(self, name) for name in (KEYS, VALUES) if name in needs}
         if self._observes:
-            read["queries"] = queries = self._step.queries(call.queries.shape[2])
+            if (last := self._streams[SCORE].contents) is not None:
+                read["score"] = pad(last[:, 0], (0, self.length - last.shape[2]))
+            observes, new = policy.observes, call.queries.shape[2]
+            read["queries"] = queries = new if observes is None else min(observes, new)
             read["attention"] = selection.attention_received(
-                self._owner.layer(), call.queries, self.keys if call.keys is None else call.keys,
-                queries, scale=call.scale, inputs=call.inputs,
-                visibility=self._visibility_of_cached(visibility, counters.pending),
+                self._owner.layer(), call.queries, call.keys, queries, scale=call.scale,
+                inputs=call.inputs,
+                visibility=self._visibility_of_cached(visibility, self.counters.pending),
             )  # fmt: skip
-        windows = (visibility.window, self.window)
-        rules = selection.KeepRules(
-            counters.total, counters.prompt, self._keeps_first,
-            tuple([x for x in windows if x is not None]), selection.Padding.of(visibility.padding),
-        )  # fmt: skip
-        return CachedTokens(positions, counters.total, **read), rules
+        return CachedTokens(positions, self.counters.total, **read)
 
-    def _move(self, moves: selection.Moves) -> None:
-        """Fill the slots of evicted tokens."""
-        before, copied = self._nbytes + self._copied, self._tokens.move(moves, self._room)
-        self._state = None if self._state is None else moves.of(self._state)
-        if copied:
-            self._measure(most=before + copied)
+    def _rules(self, visibility: Visibility) -> KeepRules:
+        """Rules beside the policy's scores."""
+        windows = tuple([x for x in (visibility.window, self.window) if x is not None])
+        padding = selection.Padding.of(visibility.padding)
+        counters = self.counters
+        return KeepRules(counters.total, counters.prompt, self._keeps_first, windows, padding)
 
     # Taking calls back.
 
     def _record(self, call: LastCall) -> None:
-        call = call._replace(inputs=call.inputs._replace(bias=None, extra_cache=None))
-        self._undo = Undo.after(self._undo, call, self._stateful)
+        call = call._replace(inputs=call.inputs._replace(bias=None, rows=None, newest=None))
+        self._undo = Undo.after(self._undo, call, self._running is not None)
 
     def _undoable(self) -> int:
-        needs_more = self._past_queries or self._stateful
+        needs_more = self._past or self._running
         if not needs_more and self.budget is None and self.window is None:
             return self.length
         return 0 if self._undo is None else min(self._undo.tokens, self.length)
 
     def _take_back(self, count: int) -> None:
         undo = self._undo
-        anew = self._stateful and undo is not None and 0 < count < undo.tokens
+        anew = self._running and undo is not None and 0 < count < undo.tokens
         layer = self._owner.for_undo(undo.tokens) if anew else None
         self._undo = None
         if count:
-            self._tokens.drop_last(count)
+            self._streams.drop_last(count)
             self.counters.take_back(count)
-            for rows in self._rows:
+            for rows in self._tails.values():
                 rows.drop_last(count)
         if undo is None:
             return
-        visibility = undo.call.visibility.part(0, self.counters.total)
-        if count and self._stateful:
-            self._state = undo.call.inputs.state
-        if anew:
-            self._state = self._state_after(layer, undo, visibility, count)
-        for rows in self._rows:
-            rows.trim()
         inputs = undo.call.inputs.before(count, undo.tokens)
+        visibility = undo.call.visibility.part(0, self.counters.total)
+        if count and self._running:
+            self._streams[self._running].contents = undo.call.inputs.state
+        if anew:
+            self._state_anew(layer, undo, visibility, undo.tokens - count)
+        for rows in self._tails.values():
+            rows.trim()
         self._evict(undo.call._replace(visibility=visibility, inputs=inputs))
 
-    def _state_after(
-        self, layer: Layer, undo: Undo, visibility: Visibility, count: int
-    ) -> Float[Tensor, "B S n"]:
-        """The running state without the newest `count` recorded tokens, which are dropped."""
-        remaining = undo.tokens - count
-        inputs = undo.call.inputs.before(count, remaining)
-        visibility = self._visibility_of_cached(visibility, remaining)
-        inputs = inputs._replace(extra_cache=self._tokens.extra.contents)
-        call = LastCall(None, visibility, undo.call.scale, inputs)
-        rows = self._queries.rows[:, :, -remaining:]
-        return self._run_part(layer, rows, self.keys, self.values, call).state
+    def _state_anew(self, layer: Layer, undo: Undo, visibility: Visibility, remaining: int) -> None:
+        """Compute the running state of so many recorded tokens, of which the later ones left."""
+        inputs = undo.call.inputs.before(undo.tokens - remaining, remaining)
+        rows = {
+            x.name: self._streams[x.name].contents for x in self._layer_streams if not x.running
+        }
+        call = undo.call._replace(
+            visibility=self._visibility_of_cached(visibility, remaining),
+            inputs=inputs._replace(rows=rows or None),
+        )
+        queries = self._tails[QUERIES].rows[:, :, -remaining:]
+        result = run_part(layer, queries, self.keys, self.values, call)
+        self._streams[self._running].contents = result.state
 
-    # Batches, devices, bytes, files.
 
-    @property
-    def _rows(self) -> list[PastRows]:
-        return [self._queries]
-
-    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._tokens.map_batch(change)
-        for rows in self._rows:
-            rows.map_batch(change)
-        if self._step is not None:
-            self._step.map_batch(change)
-        if self._state is not None:
-            self._state = change(self._state)
-        if self._undo is not None:
-            self._undo = self._undo.map_batch(change)
-
-    def offload(self) -> None:
-        """Keys and values go to the CPU; what the mechanism keeps beside is small and stays."""
-        for slots in self._tokens.of_heads:
-            slots.map_batch(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        for slots in self._tokens.of_heads:
-            slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
-
-    def _measure(self, *, most: int = 0, copied: int = 0) -> None:
-        """As of any cache; copies of quantized tokens, which attention reads, are there as well."""
-        self._aside = nbytes_of(self._tensors_aside())
-        super()._measure(most=most, copied=copied + self._copied)
-
-    def _measure_call(self) -> None:
-        """As `_measure`, where the buffers of tokens are the same as before."""
-        if self.int8:
-            self._measure()
-            return
-        before, self._aside = self._aside, nbytes_of(self._tensors_aside())
-        self.meter.change(self._aside - before)
-        self._nbytes += self._aside - before
-
-    @property
-    def _copied(self) -> int:
-        """Bytes of the copies that there are as long as a call lasts."""
-        if not self.int8:
-            return 0
-        return (self._tokens.extra if self._by_heads else self._tokens).copy_nbytes
-
-    def _tensors(self) -> list[Tensor | None]:
-        return [*self._tokens.tensors, *self._tensors_aside()]
-
-    def _tensors_aside(self) -> list[Tensor | None]:
-        """Those beside the buffers of tokens."""
-        score = None if self._step is None else self._step.score
-        return [self._queries.rows, self._state, score]
+def check_unchanged(
+    layer: Layer,
+    returned: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor],
+    reader: str,
+    way_out: str,
+) -> None:
+    """Raise where a family has changed what `update` returned, which its reader does not see."""
+    if any(x is not y for x, y in zip(returned, given, strict=True)):
+        raise UserError(
+            f"{type(layer).__name__}: this family changes keys or values after the cache has "
+            f"returned them, which {reader} does not see; {way_out}"
+        )

@@ -14,8 +14,8 @@ from transformers import Cache, EncoderDecoderCache
 
 from heedful.checks import UserError, check_whole
 from heedful.eviction import Eviction
+from heedful.eviction.policy import layer_budgets
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import CrossLayerCache
 from heedful.hf.cache.file import fill, policy_of, read_cache, write_cache
@@ -223,7 +223,7 @@ def new_cache(
         )
     layers = stock_layers(model)
     places = cache_places(attention, layers)
-    budgets = layer_budgets(policy, list(places.values()))
+    budgets = layer_budgets(policy, len(places))
     meter = Meter()
     for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
@@ -256,7 +256,7 @@ def _unconverted(
     windows = [getattr(layers[index], "sliding_window", None) for index in places]
     if static:
         check_static(model, modules, policy)
-    budgets, meter = layer_budgets(policy, modules), Meter()
+    budgets, meter = layer_budgets(policy, len(modules)), Meter()
     parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8, static)
     observed = policy is not None and policy.observes != 0
     hooks = install(places, observed)

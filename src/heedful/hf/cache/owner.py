@@ -63,5 +63,5 @@ def kind_of(layer: Layer) -> str:
     shape = layer.shape
     return (
         f"{mechanism} {shape.layer} with {shape.heads} heads, {shape.key_heads} key "
-        f"heads of {shape.dim}, {layer.past_queries} query rows"
+        f"heads of {shape.dim}, {layer.tails.get('queries', 0)} query rows"
     )

@@ -6,8 +6,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from heedful.checks import UserError
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.filtered import FilteredKeysCache
@@ -50,7 +50,7 @@ def cache_for(
         kind = SummaryCache
     elif "bias" in module.heedful.host.terms:
         kind = BiasedLayerCache
-    elif module.heedful.past_keys:
+    elif module.heedful.tails.get("keys"):
         kind = FilteredKeysCache
     return kind(module.heedful, sliding, budget, meter, int8)
 
@@ -169,7 +169,6 @@ def _check_grows(part: CacheLayerMixin | None) -> None:
 
 def kept_beside(layer: Layer) -> str:
     """Name what a layer needs of earlier tokens beside keys and values."""
-    rows = [f"{layer.past_queries} query rows"] if layer.past_queries else []
-    rows += [f"{layer.past_keys} keys as they are"] if layer.past_keys else []
+    tails = [f"the newest {count} {name}" for name, count in layer.tails.items() if count]
     summaries = ["summaries of groups"] if layer.summarises else []
-    return ", ".join([*rows, *layer.keeps, *summaries])
+    return ", ".join([*tails, *(x.name for x in layer.streams), *summaries])

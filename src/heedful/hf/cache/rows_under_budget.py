@@ -15,9 +15,9 @@ from torch import nn
 
 from heedful.checks import UserError, is_whole
 from heedful.eviction import Eviction
+from heedful.eviction.policy import Budget, layer_budgets
 from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import calls_of
-from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.new import new_cache
@@ -97,7 +97,7 @@ def evicting(
     ):
         raise UserError("model is evicting already; leave the outer `evicting` first")
     routes = {}
-    for module, budget in zip(modules, layer_budgets(eviction, modules), strict=True):
+    for module, budget in zip(modules, layer_budgets(eviction, len(modules)), strict=True):
         if budget is not None or int8:
             cache_for(module, None, budget, int8=int8)  # raises if it is not supported
             routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)

@@ -44,9 +44,10 @@ class Slots:
             return None
         return self.buffer[:, :, self.start : self.start + self.length]
 
-    def read(self, heads: slice, tokens: slice) -> Shaped[Tensor, "B h m D"]:
-        """Some tokens of some heads."""
-        return self.contents[:, heads, tokens]
+    @property
+    def batch(self) -> int | None:
+        """Number of sequences; `None` before the first tokens."""
+        return None if self.buffer is None else self.buffer.shape[0]
 
     @property
     def tensors(self) -> list[Tensor]:

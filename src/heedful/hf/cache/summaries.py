@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from heedful.checks import UserError
 from heedful.eviction import selection
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.ledger import Entry, entry_of, newest_complete
 from heedful.hf.cache.owner import Reference
@@ -58,7 +58,6 @@ class SummaryCache(AttentionCache):
     def _clear(self) -> None:
         super()._clear()
         self._state: SummaryState | None = None
-        self._undo: SummaryUndo | None = None
         self._grouping = Reference(None)
         self._leaves = False  # whether keys and values go to the CPU after `attend`
 
@@ -260,10 +259,9 @@ class SummaryCache(AttentionCache):
     # Batches, devices, bytes.
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map_tensors(change)
         if self._state is not None:
             self._state = self._state.map(change)
-        if self._undo is not None:
-            self._undo = self._undo.map(change)
 
     def offload(self) -> None:
         """Keys and values go to the CPU, of groups and of tokens; the rest is small and stays.

@@ -127,7 +127,7 @@ class SummaryUndo(NamedTuple):
     visibility: Visibility
     inputs: LayerInputs
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "SummaryUndo":
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> "SummaryUndo":
         """The same with every tensor of the state and the tokens replaced by a function of it."""
         state = None if self.state is None else self.state.map(change)
         return self._replace(state=state, tokens=self.tokens.map(change))

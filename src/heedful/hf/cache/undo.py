@@ -7,7 +7,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.nn import LayerInputs
+from heedful.hf.intercept import run_layer
+from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.ops import Visibility
 
 UNDO_ROWS = 128  # tokens of the last calls that can be taken back where a state runs through them
@@ -66,6 +67,27 @@ class Undo(NamedTuple):
             visibility=replace(visibility, **_changed(vars(visibility), change)),
         )
         return self._replace(call=call)
+
+
+def run_part(
+    layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
+) -> LayerOutput:
+    """The layer for some query rows of a call, which so many later tokens follow.
+
+    Arguments:
+        layer: that runs.
+        rows: the queries.
+        k, v: of all tokens of the call.
+        call: its visibility, scale and inputs.
+        later: number of tokens behind the last of the rows.
+    """
+    count = k.shape[2] - later
+    inputs = call.inputs.before(later, rows.shape[2])
+    if later and inputs.rows is not None:
+        inputs = inputs._replace(rows={name: x[:, :, :count] for name, x in inputs.rows.items()})
+    visibility = call.visibility.part(0, count)
+    k, v = k[:, :, :count], v[:, :, :count]
+    return run_layer(layer, rows, k, v, visibility=visibility, scale=call.scale, inputs=inputs)
 
 
 def _changed(parts: dict[str, object], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heedful.hf.cache.slots import Slots
 
+F, SELECTOR_KEYS = "F", "selector keys"  # streams of the tokens
 _BLOCK = 64  # queries whose products are in memory at once
 
 

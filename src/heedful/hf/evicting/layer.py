@@ -10,17 +10,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from heedful.checks import UserError
-from heedful.eviction import Eviction
+from heedful.eviction.policy import Budget
 from heedful.eviction.selection import Moves
-from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.base import CacheLayer, removed
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
-from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
+from heedful.hf.cache.streams import KEYS, VALUES, Streams
 from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.observing import AttentionCall, attention_of_each, attention_received
 from heedful.hf.evicting.slots import SlotMap
@@ -39,7 +38,7 @@ READ = frozenset({"keys", "values"})
 """Needs of a policy that are read off a layer's own keys and values."""
 
 
-class EvictingLayer(CacheLayerMixin):
+class EvictingLayer(CacheLayer):
     """The cache of one attention layer of an unconverted model.
 
     Arguments:
@@ -50,24 +49,21 @@ class EvictingLayer(CacheLayerMixin):
         int8: whether tokens are kept in eight bits per number.
     """
 
-    parts = ("_keys", "_values", "batch", "dtype")
-    is_compileable = False
-    is_sliding = False
+    parts = ("_streams", "batch", "dtype")
     sealed = False  # whether shapes no longer change (static.py)
-    is_croppable = True
 
     def __init__(
         self, index: int, slot_map: SlotMap, first: bool, meter: Meter, int8: bool = False
     ) -> None:
         self.index, self.map, self.meter = index, slot_map, meter
-        self._first, self.int8, self._nbytes = first, int8, 0
+        self._first, self.int8, self.window = first, int8, slot_map.window
         if slot_map.observes or READ.intersection(slot_map.needs):
             slot_map.reader = self
         self._clear()
 
     def _clear(self) -> None:
-        kind = Int8Slots if self.int8 else Slots
-        self._keys, self._values = kind(), kind()
+        self._keys, self._values = self._new_stream(), self._new_stream()
+        self._streams = Streams({KEYS: self._keys, VALUES: self._values})
         self._step: Step | None = None  # of a call that has announced itself
         self.rows: SelectorRows | None = None  # of that call
         self._real: Bool[Tensor, "B m"] | None = None  # which of its tokens are no padding
@@ -81,24 +77,6 @@ class EvictingLayer(CacheLayerMixin):
         return self.map.before(self._turn)
 
     # What transformers asks of a layer.
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.batch is not None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is made before there are tokens."""
-
-    def get_seq_length(self) -> int:
-        """Tokens so far, evicted ones included: positions go on from here."""
-        return self.map.counters.total
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As if all tokens were there; the hook of the attention module takes its part."""
-        return self.map.counters.total + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -236,11 +214,7 @@ class EvictingLayer(CacheLayerMixin):
         Raises:
             ValueError: the number is positive, or more than can be taken back.
         """
-        count = -int(tokens_to_remove)  # some callers have the number in a tensor
-        if count < 0:
-            raise UserError(
-                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
-            )
+        count = removed(tokens_to_remove)
         moves: Moves | None = self._in_turn(self.map.take_back, count)
         for slots in (self._keys, self._values):
             if count:
@@ -278,28 +252,9 @@ class EvictingLayer(CacheLayerMixin):
         self._clear()
         self._measure()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_batch(lambda x: x[indices.to(x.device)])
-
-    def offload(self) -> None:
-        """Keys and values go to the CPU."""
-        for slots in (self._keys, self._values):
-            slots.map_batch(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        for slots in (self._keys, self._values):
-            slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
-
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         self._in_turn(self.map.map_batch, change)
-        for slots in (self._keys, self._values):
-            slots.map_batch(change)
+        self._streams.map_batch(change)
         self.batch = None if self.batch is None else len(self._keys.tensors[0])
         self._measure()
 
@@ -312,17 +267,7 @@ class EvictingLayer(CacheLayerMixin):
         """Raise where a call is under way, or was interrupted."""
         self.map.check_turn(self._turn)
 
-    def resume(self, device: torch.device) -> None:
-        """Go on from what a file has filled in, on this device."""
-        self.device = device
-        self._measure()
-
     # What a cache of heedful tells.
-
-    @property
-    def policy(self) -> Eviction | None:
-        """The choice of tokens to evict; `None` where only a window drops tokens, if any."""
-        return None if self.map.budget is None else self.map.budget.policy
 
     @property
     def budget(self) -> Budget | None:
@@ -331,15 +276,6 @@ class EvictingLayer(CacheLayerMixin):
     @property
     def counters(self) -> Counters:
         return self.map.counters
-
-    @property
-    def keys(self) -> Float[Tensor, "B Hk n D"] | None:
-        """Keys in the slots that are in use."""
-        return self._keys.contents
-
-    @property
-    def values(self) -> Float[Tensor, "B Hk n Dv"] | None:
-        return self._values.contents
 
     @property
     def length(self) -> int:
@@ -352,35 +288,9 @@ class EvictingLayer(CacheLayerMixin):
             return torch.empty(0, 0, dtype=torch.int64)
         return self.map.positions().expand(self.batch, -1)
 
-    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B 1"] | int:
-        """Number of cached tokens of each sequence; of those so far that `real` says, if any."""
-        if real is None:
-            return self.length
-        return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
-
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes that it would take if nothing were evicted or quantized, without reserve."""
-        return self._keys.token_nbytes * self._whole + self._values.token_nbytes * self._whole
-
-    @property
-    def bf16_nbytes(self) -> int:
-        """Bytes of keys and values in bfloat16, if nothing were evicted, without reserve."""
-        return 2 * (self._keys.token_numbers + self._values.token_numbers) * self._whole
-
-    @property
-    def reserve_nbytes(self) -> int:
-        """Bytes of the room for later tokens."""
-        return sum(x.nbytes - x.contents_nbytes for x in (self._keys, self._values))
-
-    @property
-    def _whole(self) -> int:
-        total, window = self.counters.total, self.map.window
-        return total if window is None else min(total, window - 1)
-
     def _measure(self, copied: int = 0) -> None:
         """Tell the meter what the tensors take now, and for a moment `copied` more."""
-        tensors = [*self._keys.tensors, *self._values.tensors]
+        tensors = self._streams.tensors
         nbytes = nbytes_of([*tensors, *self.map.tensors] if self._first else tensors)
         self.meter.change(nbytes - self._nbytes, copied)
         self._nbytes = nbytes

@@ -6,7 +6,7 @@ from torch import nn
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction, Window
-from heedful.hf.cache.budget import Budget
+from heedful.eviction.policy import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.evicting.hiding import Hiding
 from heedful.hf.evicting.layer import READ, EvictingLayer

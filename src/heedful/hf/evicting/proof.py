@@ -24,8 +24,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.eviction import TOVA, StreamingLLM
+from heedful.eviction.policy import Budget
 from heedful.hf.after_eviction import matrices_at_rest
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.evicting.hook import MaskColumns
 from heedful.hf.evicting.new import evicting_layers

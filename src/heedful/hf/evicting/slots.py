@@ -17,11 +17,12 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, selection
+from heedful.eviction.policy import Budget
 from heedful.eviction.selection import KeepRules, Moves, Padding
-from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
-from heedful.hf.evicting.hiding import Hiding, SelectorRows
+from heedful.hf.cache.streams import POSITIONS, Streams
+from heedful.hf.evicting.hiding import SELECTOR_KEYS, F, Hiding, SelectorRows
 from heedful.hf.evicting.scores import Scores
 from heedful.hf.evicting.step import Reader, Step, in_order, interrupted
 
@@ -80,19 +81,18 @@ class SlotMap:
         self._late = 0  # newest tokens whose positions are not written yet
         self.holes: Int[Tensor, "#B m"] | None = None
         self.record_past, self._cropped, self._calls = False, False, 0
-        self._streams = {"positions": Slots()}
+        self._streams = Streams({POSITIONS: Slots()})
         self._start: Int[Tensor, "#B 1"] | None = None
-        self._joined: dict[str, Slots] | None = None  # what the newest call reads, while it does
+        self._joined: Streams | None = None  # what the newest call reads, while it does
         self.scores = Scores()  # of a policy that reads attention
         if self.hiding is not None:
             self.hiding.reset()
-            self._streams |= {"F": Slots(), "selector keys": Slots()}
+            self._streams |= {F: Slots(), SELECTOR_KEYS: Slots()}
 
     @property
     def tensors(self) -> list[Tensor | None]:
         own = [] if self.hiding is None else self.hiding.tensors
-        streams = [y for x in self._streams.values() for y in x.tensors]
-        return [*streams, *own, self._start, *self.scores.tensors]
+        return [*self._streams.tensors, *own, self._start, *self.scores.tensors]
 
     @property
     def tokens(self) -> int:
@@ -105,7 +105,7 @@ class SlotMap:
     @property
     def at(self) -> Int[Tensor, "#B n"]:
         """The positions of the tokens that the newest call reads, in the order of their slots."""
-        return self._read("positions")[:, 0, :, 0]
+        return self._read(POSITIONS)[:, 0, :, 0]
 
     def _read(self, name: str) -> Tensor:
         """A stream of the tokens that the newest call reads."""
@@ -201,7 +201,7 @@ class SlotMap:
         self._late += 1
         self._joined, self.grown = None, False
         if rows is not None:
-            keys = self._streams["selector keys"].append(rows.keys[:, None], self.limit)
+            keys = self._streams[SELECTOR_KEYS].append(rows.keys[:, None], self.limit)
             self.grown = self.hiding.add(rows.queries, 1 + self.slack) or keys
 
     def _write_late(self) -> None:
@@ -209,12 +209,12 @@ class SlotMap:
         count, self._late = self._late, 0
         if not count:
             return
-        at, total = self._streams["positions"], self.counters.total
+        at, total = self._streams[POSITIONS], self.counters.total
         new = torch.arange(total - count, total, device=at.buffer.device)
         new = new.expand(self._rows, 1, -1)[..., None]
         self.grown = at.append(new.contiguous(), self.limit) or self.grown
         if self.hiding is not None:
-            f = self._streams["F"]
+            f = self._streams[F]
             new = f.buffer.new_zeros(len(f.buffer), 1, count, 1)
             self.grown = f.append(new, self.limit) or self.grown
 
@@ -299,8 +299,7 @@ class SlotMap:
             real = None  # the mask of a chunk, not of padding
         self._note_padding(step, real)
         if step.moves is not None:
-            for slots in self._streams.values():
-                slots.move(step.moves, self.limit)
+            self._streams.move(step.moves, self.limit)
             self.length, self._fresh = step.moves.keep.shape[1], 0
         if self.scores.last is not None:
             self.scores.forget(step)
@@ -314,12 +313,13 @@ class SlotMap:
             self.grown = self.grown or (grown and not step.evicts)  # else dropped in this call
             batch, wide = len(keys), torch.promote_types(keys.dtype, torch.float32)
             f = keys.new_zeros(batch, 1, step.new, 1, dtype=wide)
-            new = {"F": f, "selector keys": keys[:, None]}
-        new["positions"] = at.expand(batch, 1, -1)[..., None]
+            new = {F: f, SELECTOR_KEYS: keys[:, None]}
+        new[POSITIONS] = at.expand(batch, 1, -1)[..., None]
         if real is not None:
             new["real"] = real[:, None, :, None].expand(batch, 1, -1, 1)
         if step.joined:
-            self._joined = {name: self._streams[name].extended(x) for name, x in new.items()}
+            each = {name: self._streams[name].extended(x) for name, x in new.items()}
+            self._joined = Streams(each)
         elif step.hole is not None:
             for name, x in new.items():
                 self._streams[name].put(step.hole, x)
@@ -349,19 +349,19 @@ class SlotMap:
         self._start = torch.zeros_like(first) if step.before else first
         self._streams["real"] = Slots()
         if self.length:
-            at = self._streams["positions"].contents
+            at = self._streams[POSITIONS].contents
             self._streams["real"].append(torch.ones_like(at, dtype=torch.bool), self.limit)
 
     def _spread(self, rows: int) -> None:
         """Store positions for so many sequences, if it was for one that stood for all."""
         if rows > self._rows == 1:
-            for slots in (*self._streams.values(), *(self._joined or {}).values()):
-                slots.map_batch(lambda x: x.expand(rows, -1, -1, -1).contiguous())
+            for streams in (self._streams, self._joined or Streams()):
+                streams.map_batch(lambda x: x.expand(rows, -1, -1, -1).contiguous())
 
     @property
     def _rows(self) -> int:
         """For how many sequences positions are stored; one stands for all."""
-        buffer = self._streams["positions"].buffer
+        buffer = self._streams[POSITIONS].buffer
         return 1 if buffer is None else buffer.shape[0]
 
     def _lowest(
@@ -388,10 +388,10 @@ class SlotMap:
             padding = Padding(self._read("real")[:, 0, :size, 0], self._start, by_slot=True)
         cached = CachedTokens(at, total)
         if self.hiding is not None:
-            f = (self._streams if self._joined is None else self._joined)["F"]
-            dropped = self.hiding.fold(f, self._read("selector keys"), at, total)
+            f = (self._streams if self._joined is None else self._joined)[F]
+            dropped = self.hiding.fold(f, self._read(SELECTOR_KEYS), at, total)
             self.grown = self.grown or dropped
-            cached = cached._replace(hidden=f.contents[:, 0, :, 0])
+            cached = cached._replace(number=f.contents[:, 0, :, 0])
         if self.reader is not None:
             if keys is None:
                 stop, cached_rows = size or self.length, (self.reader.keys, self.reader.values)
@@ -445,9 +445,8 @@ class SlotMap:
         if self.budget is None:
             return None
         self._joined = None
-        for slots in self._streams.values():
-            if count:
-                slots.drop_last(count)
+        if count:
+            self._streams.drop_last(count)
         if self.hiding is not None:
             self.hiding.drop_last(count)
         self.settle(count)
@@ -456,8 +455,7 @@ class SlotMap:
         slots = self._lowest(self.counters.total)
         self._spread(slots.shape[0])
         moves = selection.moves(slots, self.length)
-        for slots in self._streams.values():
-            slots.move(moves, self.limit)
+        self._streams.move(moves, self.limit)
         self.scores.move(moves)
         self.length, self._fresh = moves.keep.shape[1], 0
         return moves
@@ -478,8 +476,7 @@ class SlotMap:
         self.scores.map_batch(change)
         if self._rows == 1 and self.hiding is None:
             return
-        for slots in self._streams.values():
-            slots.map_batch(change)
+        self._streams.map_batch(change)
         if self.hiding is not None:
             self.hiding.map_batch(change)
         if self._start is not None:
@@ -490,10 +487,9 @@ class SlotMap:
     def positions(self) -> Int[Tensor, "#B n"]:
         """The positions of the cached tokens, ascending."""
         self._write_late()
-        at, total = self._streams["positions"].contents, self.counters.total
+        at, total = self._streams.positions, self.counters.total
         if self.budget is None or at is None:
             return torch.arange(total - self.tokens, total)[None]
-        at = at[:, 0, :, 0]
         if self.holes is not None:
             at = at.gather(1, selection.moves(self.holes, self.length).keep.expand(len(at), -1))
         return at.sort(1).values

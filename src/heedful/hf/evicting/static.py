@@ -121,7 +121,7 @@ class StaticMap(SlotMap):
         """Let the lowest tokens leave where all slots are in use; else change nothing."""
         x, reader = self.places, self.reader
         padding = None if x.real is None else Padding(x.real, x.start, by_slot=True)
-        cached = CachedTokens(x.at, x.total, hidden=x.hidden)
+        cached = CachedTokens(x.at, x.total, number=x.hidden)
         if reader is not None:
             cached = cached._replace(
                 keys=reader.keys if "keys" in self.needs else None,
@@ -141,7 +141,7 @@ class StaticMap(SlotMap):
         self._write_late()
         self._joined = None
         streams, total, limit = self._streams, self.counters.total, self.limit
-        at = streams["positions"].contents[:, 0, :, 0]
+        at = streams.positions
         rows = max([len(at), *(len(x.contents) for x in streams.values())])
         if self.reader is not None:
             rows = self.reader.batch

@@ -30,7 +30,7 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
     if not evictable(model):
         return
     yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
-    hides = all(module.heedful.hides for module in attention_modules(model))
+    hides = all(module.heedful.running == "F" for module in attention_modules(model))
     sizes = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
     for tokens in sorted({max(n, LEAST_TOKENS) for n in sizes if n < task.length}, reverse=True):
         for policy in POLICIES:
@@ -45,7 +45,7 @@ def evictable(model: PreTrainedModel) -> bool:
     have no cache.
     """
     layers = [module.heedful for module in attention_modules(model)]
-    kernels = (x.past_queries and not x.past_keys for x in layers)
+    kernels = (x.tails.get("queries") and not x.tails.get("keys") for x in layers)
     bound = (*kernels, *(x.summarises or not x.caches for x in layers))
     return not any(bound)
 
