@@ -2,6 +2,8 @@
 
 import ast
 import re
+import tomllib
+import warnings
 from collections.abc import Iterator
 from itertools import combinations, product
 
@@ -78,3 +80,21 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
                 found.append(f"{name}: {text.splitlines()[0]}")
     assert SOURCES
     assert not found, "\n".join(found)
+
+
+def test_every_law_names_tests_that_exist():
+    rows = re.findall(r"^\| (\d+) \| .* \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 36))
+    for number, tests in rows:
+        names = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
+        assert names, f"law {number} names no test"
+        for path, name in names:
+            assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), f"{path}::{name}"
+
+
+def test_future_warnings_are_errors():
+    """Law 28, in this environment; the oldest transformers has one of its own."""
+    filters = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "error::FutureWarning" in filters["filterwarnings"]
+    with pytest.raises(FutureWarning, match="later"):
+        warnings.warn("later", FutureWarning, stacklevel=1)

@@ -36,8 +36,8 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
 
 def serves(policy: type | None, name: str) -> bool:
     """Whether a policy with a budget serves a mechanism that keeps tokens one by one."""
-    supported = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
-                          "forgetting-identity")}  # fmt: skip
+    supported = {MostHidden: ("selective", "selective-extra", "selective-per-head", "mta-selective",
+                          "forgetting", "forgetting-identity")}  # fmt: skip
     return name in supported.get(policy, (name,))
 
 

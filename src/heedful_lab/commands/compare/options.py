@@ -14,9 +14,9 @@ TaskName = Literal[
     "selective-copy", "translate", "summarise", "spans",
 ]  # fmt: skip
 MechanismName = Literal[
-    "standard", "mta", "mta-flash", "mta-published", "mta-v1", "talking-heads", "selective",
-    "differential", "grouped", "differential-v2", "knocking-heads", "canon", "gated", "exclusive",
-    "forgetting", "parallax", "retention-gate", "dex", "simplicial", "local-global",
+    "standard", "mta", "mta-flash", "mta-published", "mta-v1", "mta-selective", "talking-heads",
+    "selective", "differential", "grouped", "differential-v2", "knocking-heads", "canon", "gated",
+    "exclusive", "forgetting", "parallax", "retention-gate", "dex", "simplicial", "local-global",
 ]  # fmt: skip
 
 TEXT_TASKS, PAIR_TASKS = ("text", "spans"), ("translate", "summarise")
