@@ -16,6 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from docs import result_pictures
 from heedful import Summaries, differential_attention, grouped_attention, selective_attention
+from heedful.ops.common.terms import Terms
 from heedful.ops.grouped import (
     cif_groups,
     fixed_groups,
@@ -23,6 +24,7 @@ from heedful.ops.grouped import (
     sliding_groups,
 )
 from heedful.ops.grouped.reference import memberships
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.reference import correlate, multi_token_attention_map
 from heedful.ops.selective.reference import selection
 from heedful.ops.visibility import Visibility
@@ -61,13 +63,14 @@ def multi_token() -> Figure:
     k[..., [i for i, word in enumerate(words) if word == "."], :] = 0
     conv = torch.zeros(1, 2, 3)
     conv[0, 1, 1] = conv[0, 0, 0] = 1
-    visible_mask = Visibility().dense(len(words), len(words), q.device)[:, None]
+    terms = Terms(Visibility(), 1.0)
+    visible_mask = terms.visibility.dense(len(words), len(words), q.device)[:, None]
     logits = (q @ k.mT).masked_fill(~visible_mask, 0)
     steps = {
         "logits": logits,
         "after the convolution": correlate(logits, conv),
-        "weights without it": multi_token_attention_map(q, k, scale=1),
-        "weights with it": multi_token_attention_map(q, k, conv=conv, scale=1),
+        "weights without it": multi_token_attention_map(q, k, Parameters(), terms),
+        "weights with it": multi_token_attention_map(q, k, Parameters(conv), terms),
     }
     figure = Figure(figsize=(7.6, 4.0), layout="constrained", facecolor="white")
     grid = figure.subplot_mosaic(

@@ -127,7 +127,7 @@ def test_rooms_import_only_what_they_stand_on(room):
     files = [path for path in (*FILES, *LAB_FILES) if room_of(path) == room]
     assert files
     for path in files:
-        kernels = path.parent.name == "fused" or path.name in ("triton_tiles.py", "impl.py")
+        kernels = path.parent.name == "fused" or path.name == "impl.py"
         triton = {"triton"} if room == "ops" and kernels else set()  # impl.py: in a function
         outside = beyond(imported(path), set(sys.stdlib_module_names) | rules[room] | triton)
         assert not outside, f"{path} imports {outside}"

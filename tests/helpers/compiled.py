@@ -7,6 +7,7 @@ be compiled. Each check prints one line of JSON.
 import json
 import sys
 import traceback
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,6 +36,17 @@ def results(function, x: dict[str, Tensor], visibility) -> list[Tensor]:
     weighted = (out.double() * torch.linspace(-1, 1, out.numel()).view_as(out) for out in outputs)
     grads = torch.autograd.grad(sum(x.sum() for x in weighted), list(x.values()))
     return [*(out.detach() for out in outputs), *grads]
+
+
+def counting() -> tuple[list, Callable]:
+    """A backend of torch.compile that runs graphs as they are, and the graphs that it was given."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    return graphs, count
 
 
 def check_equal(compiled: list[Tensor], eager: list[Tensor]) -> None:
@@ -159,11 +171,7 @@ def check_steps(compiled, written, step, arguments: tuple) -> None:
 
 def softmax_graphs() -> None:
     """One graph for every size, with and without sinks, for one mask and for a batch of them."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
+    graphs, count = counting()
 
     softmax_steps(count)
     # Two dtypes each; forward with and without sinks, and in both a mask alone or of a batch.
@@ -238,11 +246,7 @@ def whole_graph(mechanism: Mechanism) -> None:
 
 def dropout(mechanism: Mechanism) -> None:
     """One graph for all seeds that are tensors, drawn ones among them; the same mask as eager."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
+    graphs, count = counting()
 
     def function(x, seed):
         return mechanism.run(x | {"dropout_p": 0.3, "seed": seed}, "auto", None)
@@ -260,11 +264,7 @@ def dropout(mechanism: Mechanism) -> None:
 
 def dynamic(mechanism: Mechanism) -> None:
     """Six lengths, one graph; a graph for each of them would recompile in every training step."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
+    graphs, count = counting()
 
     def function(x, visibility):
         return mechanism.run(x, "auto", visibility)
@@ -279,11 +279,7 @@ def dynamic(mechanism: Mechanism) -> None:
 
 def dynamic_fused(mechanism: Mechanism) -> None:
     """The same of the kernels that a GPU runs, in the interpreter."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
+    graphs, count = counting()
 
     def function(x):
         return mechanism.run(x, "fused")[0]

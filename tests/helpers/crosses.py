@@ -1,7 +1,9 @@
 """Which cases the usual suites run: of a cross a cover, and not what takes minutes to interpret."""
 
 import zlib
+from collections.abc import Container, Iterable
 from itertools import combinations
+from operator import contains
 
 import pytest
 
@@ -11,11 +13,17 @@ def exhausting(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+def usually(cases: Iterable[tuple], *few: Container) -> list:
+    """Of pairs the usual suites run those with one of the few values of either axis."""
+    return [x if any(map(contains, few, x)) else exhausting(*x) for x in cases]
+
+
 def leave_covers(items: list[pytest.Item]) -> None:
     """Of a cross (`@pytest.mark.crossed`) what is not in its cover is marked as exhaustive."""
     crosses: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("crossed") and not item.get_closest_marker("slow"):
+        rare = any(item.get_closest_marker(name) for name in ("slow", "exhaustive"))
+        if item.get_closest_marker("crossed") and not rare:
             crosses.setdefault((item.location[0], item.originalname), []).append(item)
     for cases in crosses.values():
         usual = cover([set(map(repr, case.callspec.params.items())) for case in cases])

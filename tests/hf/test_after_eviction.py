@@ -110,8 +110,8 @@ def test_budgets_of_other_matrices_are_refused(tmp_path, merged):
         read_budgets(path, other)
     write_budgets(path, POLICY, first, {})
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    with pytest.warns(UserWarning, match="do not record the LoRA that they were"):
-        assert heedful.load(tmp_path / "first")._heedful.eviction == POLICY
+    with pytest.raises(ValueError, match="must be a file of heedful budget in format 2"):
+        heedful.load(tmp_path / "first")
 
 
 # Budgets of 15 and 20 are full after two and three chunks; the first is idle in Gemma 2's windows.

@@ -1,10 +1,13 @@
 """Models that train with attention dropout."""
 
+import itertools
+
 import pytest
 import torch
 
 import heedful
 from heedful.nn import Grouped, MultiToken, Selective
+from helpers.crosses import usually
 from helpers.encoder_families import logits as pair_logits
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import checkpoint_layers, exactly, logits, tiny, tokens, twin, varied
@@ -25,8 +28,12 @@ def converted(name: str, p: float = 0.3, family: str = "llama"):
     return varied(tiny(family, **{field: p}), MECHANISMS[name], 0.1)
 
 
-@each
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    usually(
+        itertools.product(MECHANISMS, ("llama", "gpt2", "gemma2", "gpt_oss")), ("mta",), ("llama",)
+    ),
+)
 def test_training_drops_and_eval_does_not(name, family):
     model, ids = converted(name, family=family), tokens()
     plain = twin(model)

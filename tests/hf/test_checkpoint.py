@@ -299,16 +299,6 @@ def change_base(folder, **changes):
     change_config(folder, heedful={"base": saved["heedful"]["base"] | changes})
 
 
-def test_a_folder_of_the_first_format_opens(folder):
-    ids, expected = tokens(), heedful.load(folder)
-    path = folder / "config.json"
-    saved = json.loads(path.read_text())
-    (part,) = saved["heedful"].pop("mechanisms")
-    saved["heedful"] |= {"format": 1, **part}
-    path.write_text(json.dumps(saved))
-    assert torch.equal(logits(heedful.load(folder), ids), logits(expected, ids))
-
-
 @pytest.mark.parametrize("kind", [None, 3, "llamma"])
 def test_a_base_of_no_known_type(kind, folder):
     change_base(folder, model_type=kind)

@@ -60,8 +60,6 @@ EVERYWHERE = {
     "gated": Gated("head"),
     "forgetting": Forgetting(),
 }
-# Torch's own attention, whatever `impl` says.
-SDPA = ("standard", "gated", "forgetting")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 
@@ -233,12 +231,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_wrong_arguments(message):
-    refuse(tiny(), message, **REFUSED[message])
-
-
-@every
+@pytest.mark.parametrize("name", ["standard", "mta", "selective-extra"])
 def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path):
     model, ids = tiny(), tokens()
     varied(model, EVERYWHERE[name], 0.1, impl="reference")
@@ -246,17 +239,17 @@ def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path
     assert '"impl"' not in (tmp_path / "config.json").read_text()
     tiled = heedful.load(tmp_path, impl="tiled", dtype=torch.float64)
     torch.testing.assert_close(logits(tiled, ids), logits(model, ids), rtol=0, atol=1e-10)
-    if name not in SDPA:
+    if name != "standard":  # torch's own attention, whatever `impl` says
         fused = heedful.load(tmp_path, impl="fused", dtype=torch.float64)
         with pytest.raises(ValueError, match="impl='fused' does not support this"):
             logits(fused, ids)
 
 
-def test_a_refusal_leaves_a_working_model():
-    model = tiny()
-    ids = tokens()
+def test_wrong_arguments_are_named_and_leave_a_working_model():
+    model, ids = tiny(), tokens()
     before = logits(model, ids)
-    refuse(model, "layers must be", layers=[9])
+    for message, options in REFUSED.items():
+        refuse(model, message, **options)
     assert torch.equal(logits(model, ids), before)
 
 
@@ -367,7 +360,7 @@ def test_training_under_autocast(name):
         assert p.grad is not None and bool(p.grad.isfinite().all()), parameter
 
 
-@every
+@pytest.mark.parametrize("name", ["mta", "selective-extra", "differential"])
 def test_pickling_keeps_the_mechanism(name, tmp_path):
     model, ids = tiny(), tokens()
     varied(model, EVERYWHERE[name], 0.1)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import heedful
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import NAME, read_budgets, write_budgets
-from heedful.hf.fingerprints import distance_of, fingerprint_of, is_of
+from heedful.hf.fingerprints import is_of
 from heedful.hf.grids import steps
 from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful.hf.versions import cache_argument
@@ -94,13 +93,12 @@ def test_the_same_weights_say_nothing_in_any_precision(base, folder):
 
 
 @functools.cache
-def trained_original(rate: float):
-    return trained_on(original(), rate)
+def trained_original():
+    return trained_on(original(), 1e-5)
 
 
-@pytest.mark.parametrize("rate", [1e-5, 1e-4])
-def test_weights_that_were_trained_on_are_refused_in_any_quantisation(base, folder, rate):
-    change = trained_original(rate)
+def test_weights_that_were_trained_on_are_refused_in_any_quantisation(base, folder):
+    change = trained_original()
     on_base = copy.deepcopy(base)
     for p, now, was in zip(*(x.parameters() for x in (on_base, change, original())), strict=True):
         p.data += now - was
@@ -138,7 +136,7 @@ def test_budgets_open_on_another_quantisation_too(tmp_path):
     write_budgets(tmp_path / NAME, MostHidden(tokens=16), model, {})
     for change, opens in (
         (lambda x: quantised(x, "Q4_0"), True),
-        (lambda x: copy.deepcopy(trained_original(1e-5)), False),
+        (lambda x: copy.deepcopy(trained_original()), False),
     ):
         other = change(original())
         heedful.convert(other, EXTRA)
@@ -150,16 +148,6 @@ def test_budgets_open_on_another_quantisation_too(tmp_path):
         else:
             with pytest.raises(ValueError, match="belongs to another model"):
                 read_budgets(tmp_path / NAME, other)
-
-
-def test_fingerprints_of_earlier_versions_open_in_other_precisions_alone():
-    model = original()
-    own = fingerprint_of(dict(model.named_parameters()))
-    old = json.loads(json.dumps({key: own[key] for key in ("sizes", "weights")}))
-    for kind, near in (("bf16", True), ("fp16", True), ("Q4_0", False)):
-        parameters = dict(quantised(model, kind).named_parameters())
-        distance = distance_of(old, fingerprint_of(parameters))
-        assert distance.near == distance.same == near, kind
 
 
 def test_a_damaged_fingerprint_is_of_no_model():

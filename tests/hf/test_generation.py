@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 import heedful
 from heedful.nn import NAMES
 from helpers.cached import converted, greedy
+from helpers.crosses import usually
 from helpers.families import EAGER, VOCABULARY, fits, logits, stir, tiny, tokens
 
 
@@ -17,9 +18,11 @@ def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
     return ids
 
 
+CASES = [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2", *EAGER) if fits(x, y)]
+
+
 @pytest.mark.parametrize(
-    ("name", "family"),
-    [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2", *EAGER) if fits(x, y)],
+    ("name", "family"), usually(CASES, ("mta", "selective", "forgetting"), ("llama",))
 )
 def test_generate_is_the_repeated_full_forward(name, family):
     """Longer than Mistral's window of 4, so that its cache drops keys."""
@@ -29,11 +32,10 @@ def test_generate_is_the_repeated_full_forward(name, family):
     assert len(set(actual[:, 7:].flatten().tolist())) > 1
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_ragged_batch_is_its_rows(name, family):
+def test_a_ragged_batch_is_its_rows(name):
     """Also where a sliding window has dropped keys, padded ones among them."""
-    model = converted(name, family)
+    model = converted(name, "mistral")
     rows = [tokens(1, n) for n in (3, 8, 5)]
     width = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])

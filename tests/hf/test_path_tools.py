@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 import heedful
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
-from heedful.hf.format import SHIM
+from heedful.hf.save import SHIM
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import logits, stir, tiny, tokens
 

@@ -23,7 +23,8 @@ EXTRA = {
     ("880M", "talking-heads"): 12_288,
     ("1B", "talking-heads"): 12_288,
     ("880M", "differential"): 13_824,
-    **{(size, name): 0 for size in MODELS for name in ("standard", "selective")},
+    ("880M", "standard"): 0,
+    ("880M", "selective"): 0,
 }
 
 

@@ -63,6 +63,7 @@ def test_where_mechanisms_are_defined():
     assert Layer.takes == frozenset()
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.8])
@@ -82,26 +83,19 @@ def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
 
 
 @every
-def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
+def test_terms_change_outputs_and_a_bias_and_sinks_get_gradients(name, role):
     layer, (q, k, v, bias) = layer_of(name, role), draw()
+    assert {"bias", "softcap", "sinks"} <= layer.takes
     plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
-    leaf = bias.requires_grad_()
-    actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(bias=leaf)).output
-    assert not torch.allclose(actual, plain)
-    (grad,) = torch.autograd.grad(actual.square().sum(), leaf)
-    assert bool((grad != 0).any())
-
-
-@every
-def test_sinks_change_outputs_and_get_a_gradient(name, role):
-    layer, (q, k, v, _) = layer_of(name, role), draw()
-    assert "sinks" in layer.takes
-    plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
-    leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(sinks=leaf)).output
-    assert not torch.allclose(actual, plain)
-    (grad,) = torch.autograd.grad(actual.sum(), leaf)
-    assert bool((grad != 0).all())
+    terms = {"bias": bias, "sinks": torch.randn(4, dtype=torch.float64), "softcap": 0.5}
+    for term, value in terms.items():
+        learned = term != "softcap"
+        inputs = LayerInputs(**{term: value.requires_grad_() if learned else value})
+        actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=inputs).output
+        assert not torch.allclose(actual, plain), term
+        if learned:
+            (grad,) = torch.autograd.grad(actual.square().sum(), value)
+            assert bool((grad != 0).any() if term == "bias" else (grad != 0).all()), term
 
 
 @pytest.mark.parametrize(
@@ -113,15 +107,6 @@ def test_what_grouped_attention_refuses(name, value, default):
     assert name not in layer.takes
     with pytest.raises(ValueError, match=f"{name} must be {default} for grouped attention"):
         layer(q, k, v, inputs=LayerInputs(**{name: value}))
-
-
-@every
-def test_a_cap_changes_outputs(name, role):
-    layer, (q, k, v, _) = layer_of(name, role), draw()
-    assert "softcap" in layer.takes
-    plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
-    actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(softcap=0.5)).output
-    assert not torch.allclose(actual, plain)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "tiled"])

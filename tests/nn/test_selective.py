@@ -1,6 +1,5 @@
-"""An own selector's size: parameters, what a cache holds, and what is refused."""
+"""An own selector's size: parameters, and what a cache holds."""
 
-import pytest
 import torch
 
 import heedful
@@ -26,11 +25,3 @@ def test_a_small_selector_has_few_parameters_and_few_bytes():
     layers = sum(isinstance(x, heedful.nn.Layer) for x in model.modules())
     saved = layers * 24 * (layer.shape.dim - 3) * 8  # fp64
     assert sizes[None] - sizes[3] == saved
-
-
-@pytest.mark.parametrize(
-    "selector, dim", [("head", 4), ("mean", 4), ("extra", 0), ("bilinear", 2.5), ("extra", True)]
-)
-def test_other_sizes_are_refused(selector, dim):
-    with pytest.raises(ValueError, match="dim must be None or a whole number of at least 1"):
-        Selective(selector, dim=dim)

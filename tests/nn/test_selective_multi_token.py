@@ -7,6 +7,8 @@ from torch import Tensor
 from heedful.nn import HeadShape, LayerInputs, Selective, SelectiveMultiToken
 from heedful.ops import LowRank, Visibility
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.common.terms import Terms
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.reference import mix_heads, multi_token_attention_map
 from heedful.ops.selective.reference import selection
 
@@ -41,8 +43,8 @@ def defined(layer, q, k, v, inputs: LayerInputs, visibility: Visibility) -> tupl
     selectors = layer.own_selector(q, inputs)
     hiding = selection(*selectors, layer.keeps_first, visibility, 8**-0.5)
     steps: dict[str, Tensor] = {}
-    conv = LowRank(layer.u, layer.w, False)
-    multi_token_attention_map(q, k, conv=conv, visibility=visibility, steps=steps)
+    conv, terms = LowRank(layer.u, layer.w, False), Terms(visibility, 8**-0.5)
+    multi_token_attention_map(q, k, Parameters(conv), terms, steps=steps)
     logits = steps["conv"] - (hiding.cumsum(2) - hiding)
     visible = visibility.dense(TOKENS, TOKENS, q.device)[:, None]
     weights = masked_softmax(logits, visible, None)

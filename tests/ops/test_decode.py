@@ -5,6 +5,7 @@ import torch
 
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
+from heedful.ops.common.terms import Terms
 from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.decode import multi_token_attention_few
 from heedful.testing import assert_matches_oracle
@@ -93,6 +94,7 @@ def test_keys_in_a_larger_tensor_give_the_same_bits(mechanism):
             assert torch.equal(x, y)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("queries", [1, 4, 7, 11, 15])
 @pytest.mark.parametrize("kind", ["causal", "window", "padding", "last documents"])
 @pytest.mark.parametrize("kernels", [(6, 6), (6, None), (None, 4), (None, None)], ids=str)
@@ -111,8 +113,6 @@ def test_rows_that_only_convolutions_read(kernels, kind, queries):
         visibility=visibility, impl="reference",
     )  # fmt: skip
     for new in {1, min(3, queries)}:
-        few = multi_token_attention_few(
-            q, k, v, Parameters(conv, post_conv, *mix), visibility=visibility,
-            scale=q.shape[-1] ** -0.5, new=new,
-        )  # fmt: skip
+        terms = Terms(visibility, q.shape[-1] ** -0.5)
+        few = multi_token_attention_few(q, k, v, Parameters(conv, post_conv, *mix), terms, new=new)
         torch.testing.assert_close(few, whole[:, :, -new:], rtol=0, atol=1e-12)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility, grouped_attention, summarise
-from heedful.ops.grouped import cif_groups, fixed_groups, sliding_groups
+from heedful.ops.grouped import cif_groups, fixed_groups, member_attention, sliding_groups
 from heedful.ops.grouped.reference import memberships
 from helpers.grouped_cases import (
     BY_NAME,
@@ -24,7 +24,7 @@ from helpers.grouped_cases import (
     tensors,
 )
 from helpers.loops import dot, sight, softmax
-from helpers.oracle import EXACT, against_oracle, assert_equal_in_fp64
+from helpers.oracle import EXACT, against_oracle, assert_equal_in_fp64, draw
 
 KINDS = [
     "causal", "window 9", "ragged documents", "all padding", "padding in between", "both ways",
@@ -137,6 +137,7 @@ def test_the_definition_by_loops(case, visible, asking):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.crossed
 @each_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
@@ -222,6 +223,7 @@ def test_groups_of_a_target_ask_in_cross_attention(impl):
     torch.testing.assert_close(actual, alone, **EXACT)
 
 
+@pytest.mark.crossed
 @each_case
 @each_impl
 @pytest.mark.parametrize("visible", ["causal", "ragged documents", "both ways"])
@@ -259,6 +261,7 @@ def test_groups_of_the_same_token_over_and_over_are_standard_attention(name, imp
     torch.testing.assert_close(actual, expected, **EXACT)
 
 
+@pytest.mark.crossed
 @each_impl
 @pytest.mark.parametrize("visible", ["causal", "both ways", "ragged, both ways"])
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
@@ -285,6 +288,7 @@ def test_groups_of_one_token_are_standard_attention(impl, visible, asking):
             torch.testing.assert_close(actual, expected, **EXACT)
 
 
+@pytest.mark.crossed
 @each_case
 @each_impl
 @pytest.mark.parametrize("visible", ["both ways", "ragged, both ways"])
@@ -309,3 +313,28 @@ def test_heads_of_a_key_head_may_stand_in_any_order(case):
     moved = x | {"q": x["q"][:, order], "beta": x["beta"][order]}
     actual, expected = (attend(y, groups, "tiled", window=3) for y in (moved, x))
     torch.testing.assert_close(actual, expected[:, order], **EXACT)
+
+
+@pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
+@each_impl
+def test_gradients_by_finite_differences(impl, asking):
+    """Through shares that are learned, too, which are piecewise linear (cif)."""
+    alpha = (0.3 + 0.3 * torch.rand(1, 9, dtype=torch.float64)).requires_grad_()
+    q, k, v = (draw(1, h, 9, 3).requires_grad_() for h in (2, 1, 1))
+    logits, beta = draw(1, 1, 9).requires_grad_(), torch.rand(2).double().requires_grad_()
+    values = (q, k, v, logits, beta)
+
+    def run(*inputs, groups):
+        x = dict(zip(("q", "k", "v", "logits", "beta"), inputs, strict=True))
+        return attend(x, groups, impl, asking=asking, window=2)
+
+    def cif(a, *inputs):
+        return run(*inputs, groups=cif_groups(a, longest=6))
+
+    assert torch.autograd.gradcheck(cif, (alpha, *values), eps=1e-7, fast_mode=True)
+
+
+def test_attention_inside_a_group_of_one_takes_nothing():
+    """I5, to the last bit, whatever the parameters."""
+    result = member_attention(*(draw(2, 9, 5) for _ in range(3)), fixed_groups(1, 9))
+    assert not bool(result.any())

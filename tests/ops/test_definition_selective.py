@@ -83,6 +83,7 @@ def by_loops(
     return weighted(weights, v.tolist(), group), f[:, :, -1], memory
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", cases(10))
 @pytest.mark.parametrize("queries", [10, 4, 1])
 @pytest.mark.parametrize("selector", ["head 0", "own", "per head"])

@@ -11,7 +11,6 @@ import torch
 from heedful.ops.common.tiles import Scope, Sight, segment_bounds
 from heedful.ops.mta import tiled
 from heedful.ops.mta.convolution import Parameters
-from heedful.ops.mta.identity import identity_attention
 from heedful.ops.selective import tiled as selective
 from helpers.mechanisms import MECHANISMS, Shape
 
@@ -23,7 +22,7 @@ CAUSAL = Sight(None, False, True, None)
 
 def test_no_look_for_the_identity():
     parameters = Parameters(CONV, None, MIX, None)
-    assert identity_attention(Q, Q, Q, parameters, CAUSAL, 0.5) is None
+    assert tiled.identity_attention(Q, Q, Q, parameters, CAUSAL, 0.5) is None
     assert selective._nothing_selected(Q, Q, Q, Q[:, :1], Q[:, :1], 0.5) is None
 
 

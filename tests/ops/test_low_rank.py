@@ -46,7 +46,7 @@ def hold(x: dict[str, Tensor], error: float = 1e-13, **options) -> None:
 @pytest.mark.parametrize("centred", [True, False])
 def test_kernels_of_any_size(kernel, centred):
     """Also with a band beyond all keys."""
-    for tokens in (1, 2, 17, 40, 70):
+    for tokens in (1, 2, 17, 40, 70) if max(kernel) < 20 else (2, 40):
         hold(tensors(tokens=tokens, rows=kernel[0], columns=kernel[1]), centred=centred)
 
 
@@ -201,27 +201,17 @@ def test_what_it_does_not_serve():
         multi_token_attention(x["q"], x["k"], x["v"], conv=draw(4, 6, 11), across_keys=True)
 
 
-REFUSED = {
-    r"conv has rank 7, above that of any kernel of 6 x 11; use a rank of at most 6": {"rank": 7},
-    r"conv.w must have an odd c_k .* got 10; .* centred=False": {"columns": 10},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_factors_that_do_not_fit(message):
-    x = tensors(**{name: n for name, n in REFUSED[message].items() if name != "rank"})
-    if "rank" in REFUSED[message]:
-        x["u"], x["w"] = draw(4, 7, 6), draw(2, 7, 11)
-    with pytest.raises(ValueError, match=message):
-        call("auto")(x)
-
-
-def test_other_factors_that_do_not_fit():
+def test_factors_that_do_not_fit():
     x = tensors()
     cases = {
         r"conv must have u \[4, R, c_q\] and w \[4 or 2, R, c_k\]": {"u": draw(2, 2, 6)},
         r"conv.u must be \[H, R, c_q\], got": {"u": draw(4, 6)},
         "conv.w must be finite": {"w": x["w"] * float("nan")},
+        "conv has rank 7, above that of any kernel of 6 x 11; use a rank of at most 6": {
+            "u": draw(4, 7, 6),
+            "w": draw(2, 7, 11),
+        },
+        r"conv.w must have an odd c_k .* got 10; .* centred=False": {"w": draw(2, 2, 10)},
     }
     for message, changed in cases.items():
         with pytest.raises(ValueError, match=message):

@@ -85,6 +85,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.crossed
 @each_impl
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ["causal", "window", "documents"])

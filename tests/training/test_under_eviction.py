@@ -14,7 +14,7 @@ import heedful
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
-from heedful.hf.intercept import run_layer
+from heedful.hf.intercept import LayerCall, run_layer
 from heedful.nn import Selective
 from heedful.training.run import RunTrainer, Stopped
 from heedful.training.trainer import LayerTrainer
@@ -91,7 +91,7 @@ def test_what_is_evicted_matters_no_more(short_chunks):
     owner = EvictionInTraining(model, POLICY)
     with owner.evicting():
         layer = layers[0].train()
-        bias = owner.bias(layer, q, k, heedful.Visibility(), 0.3, inputs)
+        bias = owner.bias(layer, LayerCall(q, k, k, heedful.Visibility(), 0.3, inputs))
         evicted = (bias[0, 0, -1] < -1e8).nonzero()[:, 0]
         assert len(evicted) == 51 - 51 % CHUNK - 14
         before = run_layer(layer, q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]

@@ -8,8 +8,8 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from heedful.hf.format import AUTO, MODEL_TYPE, REFUSED_ELSEWHERE
 from heedful.hf.load import load
+from heedful.hf.save import AUTO, MODEL_TYPE, REFUSED_ELSEWHERE
 from heedful.hf.versions import implementation_of
 
 

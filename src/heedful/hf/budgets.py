@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 
 from torch import nn
@@ -15,7 +14,7 @@ from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.identity import matrices_digest
 
 NAME = "budgets.json"
-FORMATS = (1, 2)  # the second records the LoRA that the budgets are for
+FORMAT = 2
 
 
 def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict) -> None:
@@ -38,7 +37,7 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
     policy = {"kind": type(eviction).__name__}
     policy |= {name: getattr(eviction, name) for name in _arguments(type(eviction))}
     data = {
-        "format": FORMATS[-1],
+        "format": FORMAT,
         "eviction": policy,
         "about": about,
         "model": fingerprint(model),
@@ -62,28 +61,22 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             f"budgets {path} is not valid JSON ({error}); delete it, or search budgets again with "
             "heedful budget"
         ) from None
-    if not isinstance(data, dict) or data.get("format") not in FORMATS:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(
-            f"budgets {path} must be a file of heedful budget in format {FORMATS[-1]}; delete it, "
+            f"budgets {path} must be a file of heedful budget in format {FORMAT}; delete it, "
             "or search budgets again with heedful budget"
         )
     own, theirs = _matrices_of(model), data.get("matrices")
-    if data["format"] == 2 and own != theirs:
+    if own != theirs:
         raise UserError(
             f"budgets {path} were searched {'with other' if own and theirs else 'without the'} "
             f"LoRA{'' if own else ' that this model lacks' if theirs else ''}: search budgets "
             "again with heedful budget, or delete the file (heedful.load(folder, budgets=False) "
             "leaves it unread)"
         )
-    if data["format"] == 1 and own is not None:
-        warnings.warn(
-            f"budgets {path} do not record the LoRA that they were searched with, as an "
-            "older version wrote them; heedful budget searches them anew",
-            stacklevel=2,
-        )
     # An adapter with matrices has had its base checked when it was opened.
-    opened = own is not None and data["format"] == 2
-    if not (_is_alike(data.get("model"), model) if opened else is_of(data.get("model"), model)):
+    fits = is_of if own is None else _is_alike
+    if not fits(data.get("model"), model):
         raise UserError(
             f"budgets {path} belongs to another model, or to this one before it was trained on: "
             "search budgets again with heedful budget, or delete the file "
@@ -97,13 +90,6 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
         raise UserError(
             f"budgets {path} names no policy of this version of heedful; search budgets again with "
             "heedful budget"
-        )
-    tokens = fields.get("tokens")
-    if isinstance(tokens, list) and any(isinstance(x, list) for x in tokens):
-        raise UserError(
-            f"budgets {path} are of single key heads, which were removed; search budgets of layers "
-            "with heedful budget, or delete the file (heedful.load(folder, budgets=False) leaves "
-            "it unread)"
         )
     try:
         policy = kind(**fields)

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import math
 import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from heedful.nn.standard import StandardAttention
 
 _OWN = ".heedful."  # in the names of a mechanism's parameters
 _NUMBERS = 64  # of a model's weights that are written down as numbers
-_ROUNDING = 2**-8  # relative: what half precision changes, twice over
 _SAMPLES = 256  # of vectors, which no format quantises, and as many of matrices
 _FLOATS = ((torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24))  # and significant bits
 _AWAY = 0.05  # the share of samples that a rounding may leave farther away: clipped ends of blocks
@@ -115,8 +113,7 @@ def distance_of(saved: object, own: dict) -> Distance | None:
 
     A difference that comes from rounding is spread evenly over half a step on both sides of zero,
     so it has a size of its own: training on moves weights by less, or by more, or moves those that
-    are not rounded. Fingerprints without samples, of earlier versions, are near only where they
-    are the same.
+    are not rounded.
 
     Returns:
         The distance; None where the fingerprint is damaged, or shapes or mechanism are others.
@@ -130,13 +127,7 @@ def distance_of(saved: object, own: dict) -> Distance | None:
         return None
     if "mechanism" in saved and saved["mechanism"] != own.get("mechanism"):
         return None
-    if "samples" not in saved:
-        far = [
-            not math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7)
-            for a, b in zip(weights, own["weights"], strict=True)
-        ]
-        return Distance(not any(far), not any(far), sum(far) / _NUMBERS, 0.0, 0.0)
-    numbers = [_from_text(x) for f in (saved, own) for x in (f["samples"], f.get("steps"))]
+    numbers = [_from_text(f.get(name)) for f in (saved, own) for name in ("samples", "steps")]
     if any(x is None or len(x) != len(numbers[2]) for x in numbers):
         return None
     was, was_step, now, now_step = numbers

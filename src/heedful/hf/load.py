@@ -11,8 +11,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from heedful.checks import UserError
 from heedful.hf import budgets as saved_budgets
 from heedful.hf.adapter_folders import base_of, is_adapter, load_adapter
-from heedful.hf.format import FORMAT, MODEL_TYPE
 from heedful.hf.restore import read_parameters, restore
+from heedful.hf.save import FORMAT, MODEL_TYPE
 from heedful.hf.versions import ignoring
 from heedful.nn import MechanismConfig
 from heedful.ops.impl import Impl
@@ -125,10 +125,6 @@ def conversion_in(saved: dict, path: str | os.PathLike) -> dict:
         )
     about = saved.get("heedful")
     version = about.get("format") if isinstance(about, dict) else None
-    if version == 1:  # one mechanism for all of its layers
-        entry = {name: about.get(name) for name in ("mechanism", "layers")}
-        about = {"format": FORMAT, "mechanisms": [entry], "base": about.get("base")}
-        version = FORMAT
     if version != FORMAT:
         raise UserError(
             f"{folder} was written in checkpoint format {version}, this version of heedful reads "

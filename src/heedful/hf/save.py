@@ -3,8 +3,11 @@
 A checkpoint is transformers' own folder with two differences: the weights hold the mechanism's
 parameters beside the model's, and `config.json` says `"model_type": "heedful"` with the model's own
 configuration deep inside it. So the Auto classes fail by name where they do not know the mechanism,
-and a family's own class fails by what it reads beside it. Neither drops the mechanism. What the
-Auto classes need to open it is in `heedful.hf.auto_classes`.
+and a family's own class fails by what it reads beside it. Neither drops the mechanism.
+
+Tools that are given nothing but a path call transformers' Auto classes, and these know a model type
+only from the process or from the folder. In the folder stands a shim, a file of one import, named
+in `config.json` by `auto_map`: with `trust_remote_code=True` transformers runs it.
 """
 
 import json
@@ -22,20 +25,38 @@ from heedful.checks import UserError
 from heedful.files import writing_to
 from heedful.hf import budgets as saved_budgets
 from heedful.hf.fingerprints import is_of
-from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
 from heedful.nn import MechanismConfig, Role, to_json
 
-_MODELS = dict(
-    zip(
-        AUTO,
-        (
-            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-            transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-            transformers.MODEL_FOR_MASKED_LM_MAPPING,
-        ),
-        strict=True,
-    )
+FORMAT = 2
+MODEL_TYPE = "heedful"
+SHIM = "open_with_heedful.py"
+AUTO = {
+    "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForSeq2SeqLM": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "AutoModelForMaskedLM": transformers.MODEL_FOR_MASKED_LM_MAPPING,
+}
+
+SHIM_TEXT = '''\
+"""The weights in this folder are of a model converted by heedful, which must be installed.
+
+To open it, in any of three ways:
+
+    heedful.load(folder)
+    heedful.register()                    # then transformers' Auto classes know the folder
+    ...from_pretrained(folder, trust_remote_code=True)    # which runs this file
+"""
+
+from heedful.hf.auto_classes import HeedfulConfig, HeedfulModel  # noqa: F401
+'''
+
+_ADVICE = (
+    "heedful: open this folder with heedful.load(folder); with transformers' Auto classes after "
+    "heedful.register(); or with these and trust_remote_code=True"
 )
+# A family's own class reads any configuration and takes its defaults for what it does not find: a
+# model of billions of random weights. These fields stop it, each with a message that says why: no
+# configuration takes such a vocabulary or text model, and no process knows such an attention.
+REFUSED_ELSEWHERE = dict.fromkeys(("attn_implementation", "vocab_size", "text_config"), _ADVICE)
 
 
 def save_converted(
@@ -76,7 +97,7 @@ def save_converted(
                 # transformers serve looks up this name in transformers and has no other way in.
                 "architectures": [auto or "HeedfulModel"],
                 "model_type": MODEL_TYPE,
-                "auto_map": auto_map(auto),
+                "auto_map": _auto_map(auto),
                 **REFUSED_ELSEWHERE,
                 "heedful": {
                     "format": FORMAT,
@@ -148,5 +169,12 @@ def _weights(folder: Path) -> set[Path]:
 
 def _auto_class(family: type, config: PreTrainedConfig) -> str | None:
     """The name of the Auto class that makes this class of such a configuration, if one here."""
-    names = (name for name, models in _MODELS.items() if models.get(type(config), None) is family)
+    names = (name for name, models in AUTO.items() if models.get(type(config), None) is family)
     return next(names, None)
+
+
+def _auto_map(auto_class: str | None) -> dict[str, str]:
+    """Map `AutoConfig` and the model's own Auto class to the shim, for `config.json`."""
+    module = SHIM.removesuffix(".py")
+    models = {} if auto_class is None else {auto_class: f"{module}.HeedfulModel"}
+    return {"AutoConfig": f"{module}.HeedfulConfig"} | models

@@ -19,6 +19,7 @@ from heedful.nn.layer import (
 )
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape
 from heedful.ops import Visibility, differential_attention
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.reference import multi_token_attention_map
 
 
@@ -113,7 +114,4 @@ class DifferentialAttention(Layer):
     ) -> Float[Tensor, "B H Tq Tk"]:
         group = q.shape[1] // k.shape[1]  # pairs share pairs of key heads
         k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
-        return multi_token_attention_map(
-            q, k, visibility=visibility, scale=scale, bias=inputs.bias, softcap=inputs.softcap,
-            sinks=inputs.sinks,
-        )  # fmt: skip
+        return multi_token_attention_map(q, k, Parameters(), inputs.terms(q, visibility, scale))

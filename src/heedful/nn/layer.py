@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from heedful.checks import UserError
 from heedful.nn.shape import HeadShape, Role
 from heedful.ops import Visibility
+from heedful.ops.common.terms import Terms
 from heedful.ops.grouped.groups import Groups
 from heedful.ops.impl import Impl
 from heedful.ops.mta.filtered import Newest
@@ -130,6 +131,14 @@ class LayerInputs(NamedTuple):
         if bias is not None and bias.shape[1] > 1:
             bias = bias[:, heads]
         return self._replace(bias=bias, sinks=None if sinks is None else sinks[heads])
+
+    def terms(
+        self, q: Float[Tensor, "B H Tq D"], visibility: Visibility | None, scale: float | None
+    ) -> Terms:
+        """The operators' terms in a call with these queries, unchecked and without dropout."""
+        visibility = Visibility() if visibility is None else visibility
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return Terms(visibility, scale, self.bias, self.softcap, self.sinks)
 
     def with_bias(self, bias: Float[Tensor, "#B #H Tq Tk"]) -> "LayerInputs":
         """The same, with this beside what the family adds to the logits."""

@@ -229,6 +229,7 @@ class MultiTokenAttention(Layer):
     roles = frozenset(ROLES)
     takes = TERMS
     takes_steps = True
+    _names = ("conv", "post_conv", "mix", "post_mix")
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -260,7 +261,9 @@ class MultiTokenAttention(Layer):
     def _make(self, size: tuple[int, int] | None, post_size: tuple[int, int] | None) -> None:
         """Make the parameters of kernels of these sizes, and of the mixing."""
         heads = self.shape.heads
-        self.conv, self.post_conv = (_kernels(heads, x) for x in (size, post_size))
+        self.conv, self.post_conv = (
+            None if x is None else parameter(heads, *x) for x in (size, post_size)
+        )
         self.mix = _mixing("mix", heads, self.config.mix)
         self.post_mix = _mixing("post_mix", heads, self.config.post_mix)
 
@@ -306,15 +309,15 @@ class MultiTokenAttention(Layer):
         inputs: LayerInputs,
     ) -> Float[Tensor, "B H Tq D"]:  # fmt: skip
         """The operator's output; of a step of a cache, that of its new queries."""
-        terms = {"bias": inputs.bias, "softcap": inputs.softcap, "sinks": inputs.sinks}
         if self.in_step(inputs):
+            terms = inputs.terms(q, visibility, scale)
             return multi_token_attention_few(
-                q, k, v, Parameters(**self._learned()), visibility=visibility or Visibility(),
-                scale=q.shape[-1] ** -0.5 if scale is None else scale, new=inputs.new, **terms,
-            ).to(q.dtype)  # fmt: skip
+                q, k, v, Parameters(**self._learned()), terms, new=inputs.new
+            ).to(q.dtype)
         return multi_token_attention(
-            q, k, v, **self._parts(), two_sided=self.two_sided, dropout_p=inputs.dropout,
-            visibility=visibility, scale=scale, impl=self.impl, **terms,
+            q, k, v, **self._parts(), two_sided=self.two_sided, bias=inputs.bias,
+            softcap=inputs.softcap, sinks=inputs.sinks, dropout_p=inputs.dropout,
+            visibility=visibility, scale=scale, impl=self.impl,
         )  # fmt: skip
 
     def _identity(self, name: str, weights: Tensor) -> Tensor:
@@ -353,21 +356,23 @@ class MultiTokenAttention(Layer):
         inputs: LayerInputs,
         steps: dict[str, Tensor] | None = None,
     ) -> Float[Tensor, "B H Tq Tk"]:
+        parts, terms = self._parts(), inputs.terms(q, visibility, scale)
+        across = parts.pop("across_keys", False)
         return multi_token_attention_map(
-            q, k, **self._parts(), bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
-            two_sided=self.two_sided, visibility=visibility, scale=scale, steps=steps,
+            q, k, Parameters(**parts), terms, two_sided=self.two_sided, across_keys=across,
+            steps=steps,
         )  # fmt: skip
 
     def shown(self) -> dict[str, Tensor | None]:
         """Kernels and mixing as the operator takes them, kernels whole and groups consecutive."""
-        return dict(self._learned())
+        return self._learned()
 
     def _parts(self) -> dict[str, object]:
         """The operator's arguments that are of the layer."""
-        return dict(self._learned())
+        return self._learned()
 
     def _learned(self) -> dict[str, nn.Parameter | None]:
-        return {name: getattr(self, name) for name in ("conv", "post_conv", "mix", "post_mix")}
+        return {name: getattr(self, name) for name in self._names}
 
 
 class LowRankAttention(MultiTokenAttention):
@@ -379,6 +384,7 @@ class LowRankAttention(MultiTokenAttention):
     """
 
     takes = frozenset({"sinks"})
+    _names = ("u", "w", "post_mix")
 
     def _make(self, size: tuple[int, int] | None, post_size: None) -> None:
         shape, group = self.shape, self.config.post_mix
@@ -429,22 +435,17 @@ class LowRankAttention(MultiTokenAttention):
         if inputs.newest is None:
             inputs = inputs._replace(new=None)  # no step of a cache of its own
             return super()._attend(q, k, v, visibility, scale, inputs)
-        return filtered_attention(
-            inputs.newest, k, v, queries=q.shape[2], **self._parts(), sinks=inputs.sinks,
-            visibility=visibility or Visibility(),
-            scale=q.shape[3] ** -0.5 if scale is None else scale,
-        )  # fmt: skip
+        terms = inputs.terms(q, visibility, scale)
+        options = self._parts() | {"queries": q.shape[2]}
+        return filtered_attention(inputs.newest, k, v, terms=terms, **options)
 
     def _map(self, q, k, visibility, scale, inputs, steps=None) -> Tensor:
         if inputs.newest is None:
             return super()._map(q, k, visibility, scale, inputs, steps)
         parts = self._parts() | {"across": self.shape.key_heads}
         del parts["across_keys"]
-        return filtered_attention_map(
-            inputs.newest, k, queries=q.shape[2], **parts, sinks=inputs.sinks,
-            visibility=visibility or Visibility(),
-            scale=q.shape[3] ** -0.5 if scale is None else scale,
-        )  # fmt: skip
+        terms = inputs.terms(q, visibility, scale)
+        return filtered_attention_map(inputs.newest, k, terms=terms, queries=q.shape[2], **parts)
 
     def shown(self) -> dict[str, Tensor | None]:
         shape, mixing = self.shape, self.post_mix
@@ -460,9 +461,6 @@ class LowRankAttention(MultiTokenAttention):
         conv = None if self.u is None else LowRank(self.u, self.w, self.config.centred)
         return {"conv": conv, "post_mix": self.post_mix, "across_keys": True}
 
-    def _learned(self) -> dict[str, nn.Parameter | None]:
-        return {name: getattr(self, name) for name in ("u", "w", "post_mix")}
-
 
 def _is_group(size: object) -> bool:
     return size == "all" or is_whole(size, 1)
@@ -471,10 +469,6 @@ def _is_group(size: object) -> bool:
 def _size(size: tuple[int, int] | None, two_sided: bool) -> tuple[int, int] | None:
     """Of a kernel that has a middle row, if it is two-sided."""
     return (size[0] | 1, size[1]) if two_sided and size is not None else size
-
-
-def _kernels(heads: int, size: tuple[int, int] | None) -> nn.Parameter | None:
-    return None if size is None else parameter(heads, *size)
 
 
 def _mixing(name: str, heads: int, group: int | str | None) -> nn.Parameter | None:

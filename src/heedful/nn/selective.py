@@ -24,6 +24,7 @@ from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import attend
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.common.terms import Terms
 from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.selective.reference import hidden_sums, selection
 
@@ -173,19 +174,16 @@ class SelectiveAttention(OwnSelector):
         selector_q, selector_k = self.selectors(q, k, inputs)
         if not self.config.masks:
             return self._ranked(q, k, v, selector_q, selector_k, visibility, scale, inputs)
-        options = {
-            "tau": self.tau, "protect_first": self.config.protect_first, "bias": inputs.bias,
-            "softcap": inputs.softcap, "sinks": inputs.sinks,
-        }  # fmt: skip
+        options = {"tau": self.tau, "protect_first": self.config.protect_first}
         if self.in_step(inputs):
+            terms = inputs.terms(q, visibility, scale)
             result = selective_attention_few(
-                q, k, v, selector_q, selector_k, state=inputs.state,
-                visibility=visibility or Visibility(),
-                scale=q.shape[-1] ** -0.5 if scale is None else scale, **options,
-            )  # fmt: skip
+                q, k, v, selector_q, selector_k, inputs.state, terms, **options
+            )
         else:
             result = selective_attention(
                 q, k, v, selector_q=selector_q, selector_k=selector_k, state=inputs.state,
+                bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
                 dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=self.impl,
                 **options,
             )  # fmt: skip
@@ -211,11 +209,9 @@ class SelectiveAttention(OwnSelector):
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""
-        visibility = Visibility() if visibility is None else visibility
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return masked_maps(
-            q, k, self.selectors(q, k, inputs), self.config, visibility, scale, inputs
-        )
+        terms = inputs.terms(q, visibility, scale)
+        selectors = self.selectors(q, k, inputs)
+        return masked_maps(q, k, selectors, self.config, inputs.state, terms)
 
     def steps(
         self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS
@@ -247,20 +243,20 @@ def masked_maps(
     k: Float[Tensor, "B Hk Tk D"],
     selectors: tuple[Tensor, Tensor],
     config: Selective,
-    visibility: Visibility,
-    scale: float,
-    inputs: LayerInputs,
+    state: Float[Tensor, "B S Ts"] | None,
+    terms: Terms,
 ) -> Maps:
-    """The softmax of logits that are less by F, and what masks what; arguments as of a layer."""
+    """The softmax of logits that are less by F, and what masks what; `state` as of a layer."""
+    visibility, scale, bias, softcap, sinks, _ = terms
     hiding = selection(*selectors, config.protect_first, visibility, scale)
     f = hiding.cumsum(2) - hiding
-    if inputs.state is not None:
-        f = f + pad(inputs.state, (0, k.shape[2] - inputs.state.shape[2]))[:, :, None]
+    if state is not None:
+        f = f + pad(state, (0, k.shape[2] - state.shape[2]))[:, :, None]
     visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
     logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale
-    if inputs.softcap is not None:
-        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     logits = logits - f if config.masks else logits
-    logits = logits if inputs.bias is None else logits + inputs.bias
-    sinks = None if inputs.sinks is None else inputs.sinks[:, None, None]
+    logits = logits if bias is None else logits + bias
+    sinks = None if sinks is None else sinks[:, None, None]
     return Maps(masked_softmax(logits, visible, sinks), hiding)

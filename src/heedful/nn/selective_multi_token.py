@@ -126,10 +126,9 @@ class SelectiveLowRankAttention(OwnSelector, LowRankAttention):
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The map that multiplies the values, per head, and what masks what."""
-        visibility = Visibility() if visibility is None else visibility
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        selectors, wide = self.own_selector(q, inputs), self._wide(q, k, None, visibility, inputs)
-        found = masked_maps(wide.q, wide.k, selectors, self.masking, visibility, scale, inputs)
+        terms, selectors = inputs.terms(q, visibility, scale), self.own_selector(q, inputs)
+        wide = self._wide(q, k, None, terms.visibility, inputs)
+        found = masked_maps(wide.q, wide.k, selectors, self.masking, inputs.state, terms)
         if self.post_mix is None:
             return found
         return found._replace(weights=mix_heads(found.weights, self.post_mix, self.shape.key_heads))

@@ -20,6 +20,7 @@ from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.impl import Impl
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.reference import multi_token_attention_map
 
 
@@ -116,17 +117,8 @@ class StandardAttention(Layer):
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax, per head."""
         visibility = self._visibility(visibility, k)
-        return Maps(
-            multi_token_attention_map(
-                q,
-                k,
-                visibility=visibility,
-                scale=scale,
-                bias=inputs.bias,
-                softcap=inputs.softcap,
-                sinks=inputs.sinks,
-            )
-        )
+        terms = inputs.terms(q, visibility, scale)
+        return Maps(multi_token_attention_map(q, k, Parameters(), terms))
 
     def _visibility(self, visibility: Visibility | None, k: Tensor) -> Visibility:
         visibility = Visibility() if visibility is None else visibility

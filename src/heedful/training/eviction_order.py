@@ -175,16 +175,8 @@ class EvictionOrderLoss:
         cost = error / size - whole[..., 0].log().mean(1)
         return (cost * self._weights).sum() / self._weights.sum()
 
-    def _report(
-        self,
-        layer: Layer,
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hk T D"],
-        v: Float[Tensor, "B Hk T D"],
-        visibility: Visibility,
-        scale: float,
-        inputs: LayerInputs,
-    ) -> LayerInputs:
+    def _report(self, layer: Layer, call: LayerCall) -> LayerInputs:
+        q, k, v, visibility, scale, inputs = call
         if self._queries is None:
             raise UserError("draw(labels, step) chooses the queries, before the model runs")
         tokens = k.shape[2]
@@ -194,8 +186,8 @@ class EvictionOrderLoss:
             hiding = selection(*selectors, layer.config.protect_first, visibility, scale)
             f, visible = after_chunks(hiding, dense)
         else:
-            call = {"visibility": visibility, "scale": scale, "inputs": inputs}
-            f, visible = _set_once(layer(q, k, v, **call).state, dense)
+            options = {"visibility": visibility, "scale": scale, "inputs": inputs}
+            f, visible = _set_once(layer(q, k, v, **options).state, dense)
         with torch.no_grad():
             maps = self._maps(q, k, dense, scale, inputs)
         self._reports.append(_Report(f, visible, maps.to(f.dtype), v.detach().to(f.dtype)))
@@ -224,10 +216,13 @@ class StandardAround:
 
     Arguments:
         layers: whose calls it replaces; others compute what they do.
-        prepare: is given the layer and its call, and returns the inputs of standard attention.
+        prepare: is given the layer and its call, visibility and scale included, and returns the
+            inputs of standard attention.
     """
 
-    def __init__(self, layers: Iterable[Layer], prepare: Callable[..., LayerInputs]) -> None:
+    def __init__(
+        self, layers: Iterable[Layer], prepare: Callable[[Layer, LayerCall], LayerInputs]
+    ) -> None:
         self._prepare = prepare
         self._standard = {layer: Standard().build(layer.shape) for layer in layers}
 
@@ -239,7 +234,7 @@ class StandardAround:
         q, k, v, visibility, scale, inputs = call
         view = Visibility() if visibility is None else visibility
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        inputs = self._prepare(layer, q, k, v, view, factor, inputs)
+        inputs = self._prepare(layer, LayerCall(q, k, v, view, factor, inputs))
         return self._standard[layer](q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
 

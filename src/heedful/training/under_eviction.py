@@ -20,9 +20,8 @@ from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import Calls, calls_of
 from heedful.hf.cache.new import attention_modules, new_cache
-from heedful.hf.intercept import intercept
+from heedful.hf.intercept import LayerCall, intercept
 from heedful.nn import Layer, LayerInputs
-from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
 from heedful.training.eviction_order import CHUNK, StandardAround, after_chunks
@@ -101,31 +100,14 @@ class EvictionInTraining:
         cache = new_cache(self._model, replace(self._eviction, tokens=tuple(tokens)))
         return calls_of(cache, CHUNK, CHUNK)
 
-    def _evict(
-        self,
-        layer: Layer,
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hk T D"],
-        v: Float[Tensor, "B Hk T D"],
-        view: Visibility,
-        scale: float,
-        inputs: LayerInputs,
-    ) -> LayerInputs:
+    def _evict(self, layer: Layer, call: LayerCall) -> LayerInputs:
         """With `bias` among what is added to the logits."""
-        bias = self.bias(layer, q, k, view, scale, inputs).to(q.dtype)
-        return inputs.with_bias(bias)
+        return call.inputs.with_bias(self.bias(layer, call).to(call.q.dtype))
 
     @torch.no_grad()
-    def bias(
-        self,
-        layer: Layer,
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hk T D"],
-        view: Visibility,
-        scale: float,
-        inputs: LayerInputs,
-    ) -> Float[Tensor, "B Hs T T"]:
+    def bias(self, layer: Layer, call: LayerCall) -> Float[Tensor, "B Hs T T"]:
         """`-F`; far below every logit where the cache has evicted a token."""
+        q, k, _, view, scale, inputs = call
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
         hiding = selection(*layer.selectors(q, k, inputs), layer.config.protect_first, view, scale)

@@ -12,7 +12,7 @@ from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import HeadShape, LayerInputs, MultiToken
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.standard import masked_softmax
-from heedful.ops.mta.reference import mix_heads, multi_token_attention_map
+from heedful.ops.mta.reference import mix_heads
 from helpers.cached import converted, in_steps
 from helpers.families import tokens
 
@@ -43,8 +43,8 @@ def drawn(count: int, batch: int = 2) -> tuple[Tensor, ...]:
 def over(layer, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, padding=None) -> Tensor:
     """Dense attention in which query i sees `kept[b, i]`, with the logits of the whole."""
     steps: dict[str, Tensor] = {}
-    visibility = Visibility(padding=padding)
-    whole = multi_token_attention_map(q, k, **layer._parts(), visibility=visibility, steps=steps)
+    inputs, visibility = LayerInputs(), Visibility(padding=padding)
+    whole = layer._map(q, k, visibility, None, inputs, steps)
     maps = masked_softmax(steps["conv" if "conv" in steps else "logits"], kept[:, None], None)
     if layer.post_mix is not None:
         maps = mix_heads(maps, layer.post_mix, 2)

@@ -145,10 +145,10 @@ def head_shape(attention: Attention) -> HeadShape:
         heads=heads,
         key_heads=key_heads or getattr(config, "num_key_value_heads", None) or heads,
         dim=dim or config.hidden_size // heads,
-        hidden=_input_width(module) or config.hidden_size,
+        hidden=_input_width(module, "q_proj", "qkv_proj", "query_key_value") or config.hidden_size,
         layer=attention.index,
         role=attention.role,
-        source=_source_width(module) if attention.role == "cross" else None,
+        source=_input_width(module, "k_proj", "k") if attention.role == "cross" else None,
     )
 
 
@@ -174,20 +174,10 @@ def parameter_device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _input_width(module: nn.Module) -> int | None:
-    """Width of the module's input, where its projections define it: some join two streams."""
-    for name in ("q_proj", "qkv_proj", "query_key_value"):
-        if isinstance(projection := getattr(module, name, None), nn.Linear):
-            return projection.in_features
-    return None
-
-
-def _source_width(module: nn.Module) -> int | None:
-    """Width of the states from which cross-attention takes its keys."""
-    for name in ("k_proj", "k"):
-        if isinstance(projection := getattr(module, name, None), nn.Linear):
-            return projection.in_features
-    return None
+def _input_width(module: nn.Module, *projections: str) -> int | None:
+    """Width of what the first of these projections reads; some modules' input joins two streams."""
+    linear = (x for name in projections if isinstance(x := getattr(module, name, None), nn.Linear))
+    return next((x.in_features for x in linear), None)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:

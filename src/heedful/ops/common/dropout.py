@@ -59,10 +59,6 @@ class Dropout(NamedTuple):
         wide = torch.promote_types(like.dtype, torch.float32)
         return self.factor(len(like), owned, range(columns.start, columns.stop), wide)
 
-    def of_heads(self, order: slice | Tensor) -> "Dropout":
-        """For some of the heads, or for all in another order."""
-        return self._replace(heads=self.heads[order])
-
 
 def dropout_of(
     p: float, seed: int | Int[Tensor, ""] | None, q: Float[Tensor, "B H Tq D"]

@@ -6,8 +6,6 @@ So a caller can ask before anything is imported.
 import torch
 from torch import Tensor
 
-from heedful.ops.visibility import Visibility
-
 WIDEST = 256
 MOST_PROGRAMS = 65_535  # along the second and the third axis of a grid; the first takes 2^31 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,30 +27,6 @@ def over_grid(**counts: int) -> str | None:
         if count > MOST_PROGRAMS:
             return f"{name.replace('_', ' ')} is {count}, above {MOST_PROGRAMS}; split the batch"
     return None
-
-
-def unseen(visibility: Visibility) -> str | None:
-    """Part of the visibility that the fused kernels do not support, as one clause, or `None`."""
-    if visibility.mutual is not None:
-        return "its kernels know no tokens that see later ones (visibility.mutual)"
-    if visibility.window is not None and not visibility.causal:
-        return "its kernels know no window to both sides (visibility.window)"
-    if not visibility.in_place:
-        return "its kernels know no positions and queries of their own (visibility)"
-    return None
-
-
-def altered(
-    bias: Tensor | None, softcap: float | None, sinks: Tensor | None, dropout: object | None
-) -> str | None:
-    """Term around the softmax that the fused kernels do not support, as one clause, or `None`."""
-    if dropout is not None:
-        return "its kernels drop no weights (dropout_p)"
-    if bias is not None:
-        return "its kernels add no bias to the logits"
-    if softcap is not None:
-        return "its kernels do not cap the logits (softcap)"
-    return None if sinks is None else "its kernels have no sinks"
 
 
 def padded(size: int) -> int:

@@ -1,17 +1,27 @@
 """The softmax of a composed tile: mask, exponentials, sums and rounding in one launch.
 
-As single operations they pass over a tile of fp32 up to ten times. Compiled by torch they read it
-once and write it once, in the precision of the product that follows; see compiled.py.
+As single operations they pass over a tile of fp32 up to ten times. Compiled by torch, when a CUDA
+device calls one first, they read it once and write it once, in the precision of the product that
+follows. They are functions in plain torch inside custom operators, so that a model compiled around
+them leaves them whole and a counter sees what is launched. (Their annotations have no shapes: tests
+would wrap them in checks of these, which cannot be compiled.)
 
 The backward pass takes the logits and each row's logarithm of the sum of exponentials, from which
 the map comes back unrounded.
 """
 
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.common.compiled import form
+_log = logging.getLogger("heedful")
 
 
 @torch.library.custom_op("heedful::tile_softmax", mutates_args=())
@@ -22,7 +32,7 @@ def tile_softmax(
 
     `mask` is that of the last columns; the others are visible. Rows that see nothing become zero.
     """
-    return form(_softmax, logits)(logits, mask, sinks, dtype)
+    return _form(_softmax, logits)(logits, mask, sinks, dtype)
 
 
 @tile_softmax.register_fake
@@ -35,7 +45,7 @@ def tile_softmax_backward(
     grad: Tensor, logits: Tensor, log_sum: Tensor, mask: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the logits in this dtype, and per row the sum of the map times `grad`."""
-    return form(_softmax_backward, logits)(grad, logits, log_sum, mask, dtype)
+    return _form(_softmax_backward, logits)(grad, logits, log_sum, mask, dtype)
 
 
 @tile_softmax_backward.register_fake
@@ -72,3 +82,29 @@ def _softmax_backward(
 def _whole(mask: Tensor, tile: Tensor) -> Tensor:
     """The mask of all columns; compiled, it is never written."""
     return pad(mask, (tile.shape[-1] - mask.shape[-1], 0))
+
+
+def _form(step: Callable, x: Tensor) -> Callable:
+    """The step for this tensor's device: compiled, or as it is."""
+    return _compiled(step) if _compiles(x.device.type) else step
+
+
+@functools.cache
+def _compiled(step: Callable) -> Callable:
+    """One kernel for tiles of every size; a batch, a head or a row alone gets its own."""
+    return torch.compile(step, dynamic=True)
+
+
+@functools.cache
+def _compiles(device: str) -> bool:
+    """Test whether torch can compile for these devices here; logs once what is missing."""
+    if device != "cuda":
+        return False
+    lack = None
+    if importlib.util.find_spec("triton") is None:
+        lack = "Triton"
+    elif not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        lack = "a C compiler, with which Triton launches kernels,"
+    if lack is not None:
+        _log.warning("%s is not installed: operators take more launches and time", lack)
+    return lack is None

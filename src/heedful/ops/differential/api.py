@@ -5,21 +5,17 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.ops.common.checks import (
-    check_bias,
     check_dense,
     check_parameter,
     check_qkv,
-    check_scale,
-    check_sinks,
-    check_softcap,
     shown,
 )
-from heedful.ops.common.dropout import dropout_of
 from heedful.ops.common.precision import cast_inputs, without_autocast
+from heedful.ops.common.terms import checked_terms
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
 from heedful.ops.impl import Impl, choose
-from heedful.ops.visibility import Visibility, check_visibility
+from heedful.ops.visibility import Visibility
 
 
 def differential_attention(
@@ -82,16 +78,11 @@ def differential_attention(
             f"v must have {k.shape[1] // 2} heads (one per pair of k's), got {v.shape[1]}; join "
             "the values of two heads along the head dim"
         )
-    visibility = check_visibility(visibility, q, k.shape[2])
+    terms = checked_terms(q, k.shape[2], visibility, scale, bias, softcap, sinks, dropout_p, seed)
     check_dense("lam", lam, "[] or [P] (one number per pair)")
     if lam.shape not in ((), (pairs,)):
         raise UserError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {shown(lam)}")
     check_parameter("lam", lam, tuple(lam.shape), q)
-    check_bias(bias, q, k.shape[2])
-    softcap = check_softcap(softcap)
-    check_sinks(sinks, q)
-    scale = check_scale(scale, q)
-    dropout = dropout_of(dropout_p, seed, q)
     implementation = choose(
         "differential_attention",
         impl,
@@ -101,7 +92,4 @@ def differential_attention(
     run, options = differential_attention_reference, {}
     if implementation != "reference":
         run, options = differential_attention_tiled, {"composed": implementation == "composed"}
-    return without_autocast(run)(
-        q, k, v, lam.expand(pairs), visibility=visibility, scale=scale, bias=bias,
-        softcap=softcap, sinks=sinks, dropout=dropout, **options,
-    )  # fmt: skip
+    return without_autocast(run)(q, k, v, lam.expand(pairs), terms, **options)

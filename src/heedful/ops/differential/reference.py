@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.standard import masked_softmax
-from heedful.ops.visibility import Visibility
+from heedful.ops.common.terms import Terms
 
 
 def differential_attention_reference(
@@ -17,15 +16,10 @@ def differential_attention_reference(
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Pk Tk Dv"],
     lam: Float[Tensor, " P"],
-    *,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: Dropout | None = None,
+    terms: Terms,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`, one line per step of its definition."""
+    visibility, scale, bias, softcap, sinks, dropout = terms
     pairs, group = q.shape[1] // 2, q.shape[1] // k.shape[1]
     visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None, None]
     q = q.unflatten(1, (pairs, 2))

@@ -4,11 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.few import few_outputs, few_queries, few_scores, few_weights, hidden_from
 from heedful.ops.common.precision import widen
 from heedful.ops.common.standard import standard_attention
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import cap_
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.visibility import Visibility
 
@@ -18,13 +19,8 @@ def differential_attention_tiled(
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Pk Tk Dv"],
     lam: Float[Tensor, " P"],
+    terms: Terms,
     *,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: Dropout | None = None,
     composed: bool = False,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`; the difference is taken after the values.
@@ -32,30 +28,45 @@ def differential_attention_tiled(
     If `composed` by torch's own attention where that serves, else in a GPU's blocks; if not, in a
     CPU's.
     """
-    if dropout is None and few_queries(q, k, (q, k, v, lam, bias, sinks)):
-        return _few(q, k, v, lam, visibility, scale, bias, softcap, sinks)
-    impl = "composed" if composed else "tiled"
-    if bias is not None and bias.shape[1] > 1:
-        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap, sinks, dropout, impl)
-    if composed and bias is softcap is sinks is dropout is None and _plain(q, k, v, visibility):
-        return _by_sdpa(q, k, v, lam, visibility.causal, scale)
+    if terms.dropout is None and few_queries(q, k, (q, k, v, lam, *terms.learned)):
+        return _few(q, k, v, lam, terms)
+    # In fp32, as the difference of two near-equal outputs magnifies what rounding leaves.
+    options = {"impl": "composed" if composed else "tiled", "wide": True}
+    if terms.bias is not None and terms.bias.shape[1] > 1:
+        # In a call for each map: a bias per head, as large as all maps, is never copied.
+        first, second = (
+            multi_token_attention_tiled(
+                q[:, i::2], k[:, i::2], v, Parameters(), _of_heads(terms, slice(i, None, 2)),
+                **options,
+            )
+            for i in (0, 1)
+        )  # fmt: skip
+        return _difference(first, second, lam).to(q.dtype)
+    if composed and terms.plain and _plain(q, k, v, terms.visibility):
+        return _by_sdpa(q, k, v, lam, terms.visibility.causal, terms.scale)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
     q = _by_map(q)
     k = _by_map(k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2))
     v = v.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1)
-    sinks = None if sinks is None else torch.cat([sinks[0::2], sinks[1::2]])
-    if dropout is not None:
-        head = torch.arange(2 * pairs, device=q.device)
-        dropout = dropout.of_heads(torch.cat([head[0::2], head[1::2]]))
-    # In fp32, as the difference of two near-equal outputs magnifies what rounding leaves.
-    both = multi_token_attention_tiled(
-        q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
-        visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout, impl=impl, wide=True,
-    )  # fmt: skip
-    first, second = both.chunk(2, dim=1)
-    return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)
+    if terms.sinks is not None or terms.dropout is not None:
+        terms = _of_heads(terms, torch.arange(2 * pairs, device=q.device).view(-1, 2).mT.flatten())
+    both = multi_token_attention_tiled(q, k, v, Parameters(), terms, **options)
+    return _difference(*both.chunk(2, dim=1), lam).to(q.dtype)
+
+
+def _difference(first: Tensor, second: Tensor, lam: Tensor) -> Float[Tensor, "B P Tq Dv"]:
+    return first - lam.to(first.dtype)[:, None, None] * second
+
+
+def _of_heads(terms: Terms, order: slice | Tensor) -> Terms:
+    """Terms of some of the heads, or of all in another order."""
+    bias, sinks, dropout = terms.bias, terms.sinks, terms.dropout
+    return terms._replace(
+        bias=bias if bias is None or bias.shape[1] == 1 else bias[:, order],
+        sinks=None if sinks is None else sinks[order],
+        dropout=None if dropout is None else dropout._replace(heads=dropout.heads[order]),
+    )
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> bool:
@@ -74,8 +85,7 @@ def _by_sdpa(
         standard_attention(q, k, part, causal=causal, scale=scale)
         for part in v.split(q.shape[3], dim=3)
     ]
-    first, second = widen(torch.cat(parts, dim=3)).chunk(2, dim=1)
-    return (first - lam.to(first.dtype)[:, None, None] * second).to(q.dtype)
+    return _difference(*widen(torch.cat(parts, dim=3)).chunk(2, dim=1), lam).to(q.dtype)
 
 
 def _by_map(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
@@ -83,29 +93,9 @@ def _by_map(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
-def _map_by_map(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
-    bias: Tensor, softcap: float | None, sinks: Tensor | None, dropout: Dropout | None,
-    impl: str,
-) -> Tensor:  # fmt: skip
-    """The same in a call for each map: a bias per head, as large as all maps, is never copied."""
-    first, second = (
-        multi_token_attention_tiled(
-            q[:, i::2], k[:, i::2], v, conv=None, post_conv=None, mix=None, post_mix=None,
-            visibility=visibility, scale=scale, bias=bias[:, i::2], softcap=softcap,
-            sinks=None if sinks is None else sinks[i::2], impl=impl, wide=True,
-            dropout=None if dropout is None else dropout.of_heads(slice(i, None, 2)),
-        )
-        for i in (0, 1)
-    )  # fmt: skip
-    return (first - lam.to(first.dtype)[:, None, None] * second).to(q.dtype)
-
-
-def _few(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
-    bias: Tensor | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _few(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, terms: Terms) -> Tensor:
     """The same for a few queries, dense; here the difference is that of the maps."""
+    visibility, scale, bias, softcap, sinks, _ = terms
     key_pairs = k.shape[1] // 2
     hidden = hidden_from(visibility, q.shape[2], k.shape[2], q.device)
     # Heads in the order (key pair, map, pair of its group): each beside its key head.

@@ -8,22 +8,22 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.ops.common.checks import (
-    check_bias,
     check_dense,
     check_flag,
     check_parameter,
     check_qkv,
-    check_scale,
     shown,
 )
 from heedful.ops.common.precision import cast_inputs, without_autocast
+from heedful.ops.common.terms import checked_terms
 from heedful.ops.grouped.fused import grouped_attention_fused, unserved
 from heedful.ops.grouped.groups import Groups, check_length
+from heedful.ops.grouped.neighbourhood import GroupedCall
 from heedful.ops.grouped.reference import grouped_attention_reference
 from heedful.ops.grouped.summaries import Summaries, summarise
 from heedful.ops.grouped.tiled import grouped_attention_tiled
 from heedful.ops.impl import Impl, choose
-from heedful.ops.visibility import Visibility, check_visibility
+from heedful.ops.visibility import Visibility
 
 _NO_MASS = 1e-6  # of a group; below it the logarithm stands still
 
@@ -89,8 +89,7 @@ def grouped_attention(
     q, k, v = cast_inputs(q, k, v)
     check_qkv(q, k, v)
     keys = k.shape[2]
-    visibility = check_visibility(visibility, q, keys)
-    scale = check_scale(scale, q)
+    visibility, scale, *_ = checked_terms(q, keys, visibility, scale, bias)
     check_length("window", window)
     check_flag("local", local)
     if not isinstance(groups, Groups):
@@ -137,7 +136,6 @@ def grouped_attention(
                 f"summaries.q must have one query for each of the {count} groups, got "
                 f"{shown(summaries.q)}"
             )
-    check_bias(bias, q, keys)
     if bias is not None and (summaries.q is not None or groups.first):
         raise UserError(
             "bias is not supported with queries='groups' or with cached tokens: it has one entry "
@@ -155,21 +153,12 @@ def grouped_attention(
         "tiled": grouped_attention_tiled,
         "fused": grouped_attention_fused,
     }
-    return without_autocast(forms[run])(
-        q,
-        k,
-        v,
-        groups=groups,
-        summaries=summaries,
-        query_groups=query_groups,
-        window=window,
-        log_size=_log_size(groups, beta, q),
-        bias=bias,
-        group_bias=None if bias is None else _group_bias(groups, bias),
-        local=local,
-        visibility=visibility,
-        scale=scale,
-    )
+    group_bias = None if bias is None else _group_bias(groups, bias)
+    call = GroupedCall(
+        groups, summaries, query_groups, window, _log_size(groups, beta, q), bias, group_bias,
+        local, visibility, scale,
+    )  # fmt: skip
+    return without_autocast(forms[run])(q, k, v, call)
 
 
 def _log_size(

@@ -6,23 +6,18 @@ from torch import Tensor
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights
 from heedful.ops.common.tiles import Hidden
-from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.neighbourhood import Neighbourhood
-from heedful.ops.grouped.summaries import Summaries
+from heedful.ops.grouped.neighbourhood import GroupedCall, Neighbourhood
 
 
 def grouped_attention_few(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    *,
-    groups: Groups,
-    summaries: Summaries,
+    call: GroupedCall,
     reach: Neighbourhood,
-    log_size: Float[Tensor, "B H M"],
-    scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """As the tiled form, without blocks; there is no bias."""
+    groups, summaries, log_size, scale = call.groups, call.summaries, call.log_size, call.scale
     first, near, after, last, start, stop, asks = (x[..., None] for x in reach)
     asking = q
     if summaries.q is not None:

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.neighbourhood import reach_of
-from heedful.ops.grouped.summaries import Summaries
+from heedful.ops.grouped.neighbourhood import GroupedCall
 from heedful.ops.impl import no_triton
-from heedful.ops.visibility import Visibility
 
 _BLOCK = 128
 _NARROWEST = 16  # heads of a GPU
@@ -27,21 +25,12 @@ def grouped_attention_fused(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    *,
-    groups: Groups,
-    summaries: Summaries,
-    query_groups: Groups | None,
-    window: int,
-    log_size: Float[Tensor, "B H M"],
-    bias: None,
-    group_bias: None,
-    local: bool,
-    visibility: Visibility,
-    scale: float,
+    call: GroupedCall,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `grouped_attention`, where `unserved` has nothing to say against it."""
+    groups, summaries, log_size = call.groups, call.summaries, call.log_size
     rows, queries, keys, count = len(q), q.shape[2], k.shape[2], groups.count
-    reach = reach_of(groups, visibility, queries, keys, window, query_groups, local=local)
+    reach = call.reach(queries, keys)
     asking, group_k, token_k = q, summaries.k, k
     if summaries.q is not None:
         asks = reach.asks.expand(rows, -1)[:, None, :, None]
@@ -92,7 +81,7 @@ def grouped_attention_fused(
     )  # fmt: skip
     columns = (torch.cat([group_k, token_k], dim=2), torch.cat([summaries.v, v], dim=2))
     return _run(q)(
-        asking, *columns, score_mod=added, block_mask=blocks, scale=scale, enable_gqa=True
+        asking, *columns, score_mod=added, block_mask=blocks, scale=call.scale, enable_gqa=True
     )
 
 

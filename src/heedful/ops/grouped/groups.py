@@ -372,10 +372,10 @@ def count_of(places: Places, size: int) -> int | None:
     return -(-places.real.shape[1] // size) if places.plain else None
 
 
-def check_length(name: str, x: object, least: int = 1) -> None:
+def check_length(name: str, x: object) -> None:
     """Raise unless `x` is a whole number of tokens."""
-    if not (is_whole_number(x) and x >= least):
-        raise UserError(f"{name} must be a whole number of tokens of at least {least}, got {x!r}")
+    if not (is_whole_number(x) and x >= 1):
+        raise UserError(f"{name} must be a whole number of tokens of at least 1, got {x!r}")
 
 
 def check_lengths(shortest: object, longest: object) -> None:

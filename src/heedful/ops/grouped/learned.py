@@ -50,7 +50,13 @@ def cif_groups(
     if alpha.ndim != 2 or not alpha.is_floating_point():
         raise UserError(f"alpha must be a floating-point tensor [B, T], got {shown(alpha)}")
     check_length("longest", longest)
-    _check_between("alpha", alpha, 1 / longest, 1, "1/longest + (1 - 1/longest) sigmoid(x) is")
+    if alpha.device.type == "cpu" and alpha.numel() and not torch.compiler.is_compiling():
+        low, high = alpha.detach().amin().item(), alpha.detach().amax().item()
+        if not (low >= 1 / longest - 1e-6 and high <= 1 + 1e-6):  # NaN is neither
+            raise UserError(
+                f"alpha must be from {1 / longest:.4g} to 1, got {low:.4g} to {high:.4g}; "
+                "1/longest + (1 - 1/longest) sigmoid(x) is"
+            )
     return cif_from(places_of(alpha.shape[1], visibility, alpha.device), alpha, longest)
 
 
@@ -102,14 +108,3 @@ def _opened_at_its_end(
     """Test whether the last token of a group is also its first, with a share in the one before."""
     second = index[..., 1].gather(1, end.clamp(max=index.shape[1] - 1))
     return second == torch.arange(end.shape[1], device=end.device)
-
-
-def _check_between(name: str, x: Tensor, least: float, most: float, way_out: str) -> None:
-    """Raise unless all numbers lie between these, to rounding; where a look is free."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
-        return
-    low, high = x.detach().amin().item(), x.detach().amax().item()
-    if not (low >= least - 1e-6 and high <= most + 1e-6):  # NaN is neither
-        raise UserError(
-            f"{name} must be from {least:.4g} to {most:.4g}, got {low:.4g} to {high:.4g}; {way_out}"
-        )

@@ -8,11 +8,12 @@ gap where its own neighbourhood lies. `neighbourhood_of` finds where these begin
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.ops.common.tiles import segment_bounds
 from heedful.ops.grouped.groups import Groups
+from heedful.ops.grouped.summaries import Summaries
 from heedful.ops.visibility import Visibility
 
 
@@ -36,6 +37,35 @@ class Neighbourhood(NamedTuple):
     def stacked(self) -> Int[Tensor, "#B 7 Tq"]:
         """In one tensor, the form that crosses a custom operator's boundary."""
         return torch.stack(torch.broadcast_tensors(*self), dim=1)
+
+
+class GroupedCall(NamedTuple):
+    """Arguments of a call of the operator beside queries, keys and values, checked.
+
+    log_size: bias on the logits of the summaries.
+    bias, group_bias: on those of tokens, and of the summaries by their members' means.
+    """
+
+    groups: Groups
+    summaries: Summaries
+    query_groups: Groups | None
+    window: int
+    log_size: Float[Tensor, "B H M"]
+    bias: Float[Tensor, "#B #H Tq Tk"] | None
+    group_bias: Float[Tensor, "#B #H Tq M"] | None
+    local: bool
+    visibility: Visibility
+    scale: float
+
+    def reach(self, queries: int, keys: int) -> Neighbourhood:
+        """The reach of the queries; without `local` of no token but their own."""
+        sizes = (queries, keys, self.window, self.query_groups)
+        reach = neighbourhood_of(self.groups, self.visibility, *sizes)
+        if self.local or self.visibility.queries is not None:
+            return reach
+        own = torch.arange(keys - queries, keys, device=reach.start.device)
+        start = torch.maximum(reach.start, own)
+        return reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
 
 
 def neighbourhood_of(
@@ -88,25 +118,6 @@ def neighbourhood_of(
     else:
         asks = _own(groups, keys - queries)
     return _without_padding(Neighbourhood(first, near, after, last, start, stop, asks), of_queries)
-
-
-def reach_of(
-    groups: Groups,
-    visibility: Visibility,
-    queries: int,
-    keys: int,
-    window: int,
-    query_groups: Groups | None,
-    *,
-    local: bool,
-) -> Neighbourhood:
-    """The same, where a query may be left without any token but its own (`local=False`)."""
-    reach = neighbourhood_of(groups, visibility, queries, keys, window, query_groups)
-    if local or visibility.queries is not None:
-        return reach
-    own = torch.arange(keys - queries, keys, device=reach.start.device)
-    start = torch.maximum(reach.start, own)
-    return reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
 
 
 def _newest(

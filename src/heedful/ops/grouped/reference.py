@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.summaries import Summaries
+from heedful.ops.grouped.neighbourhood import GroupedCall
 from heedful.ops.visibility import Visibility
 
 
@@ -13,33 +13,25 @@ def grouped_attention_reference(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    *,
-    groups: Groups,
-    summaries: Summaries,
-    query_groups: Groups | None,
-    window: int,
-    log_size: Float[Tensor, "B H M"],
-    bias: Float[Tensor, "#B #H Tq Tk"] | None,
-    group_bias: Float[Tensor, "#B #H Tq M"] | None,
-    local: bool,
-    visibility: Visibility,
-    scale: float,
+    call: GroupedCall,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `grouped_attention`, one line per step of its definition."""
+    groups, summaries, log_size = call.groups, call.summaries, call.log_size
+    visibility, scale = call.visibility, call.scale
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     shared = heads // k.shape[1]
     a = memberships(groups).to(log_size.dtype)
-    visible, published = visible_groups(groups, visibility, queries, keys, window)
+    visible, published = visible_groups(groups, visibility, queries, keys, call.window)
     visible, published = visible[:, None], published[:, None]
 
     asking = q
     if summaries.q is not None:
-        newest = asking_group(query_groups or groups, visibility, queries, keys, a)
+        newest = asking_group(call.query_groups or groups, visibility, queries, keys, a)
         at = newest.clamp(min=0)[:, None, :, None].expand(len(q), heads, -1, q.shape[3])
         asking = torch.where((newest >= 0)[:, None, :, None], summaries.q.gather(2, at), q)
     spread_k, spread_v = (x.repeat_interleave(shared, dim=1) for x in (summaries.k, summaries.v))
     s = (asking @ spread_k.mT * scale).to(log_size.dtype) + log_size[:, :, None]
-    s = s if group_bias is None else s + group_bias
+    s = s if call.group_bias is None else s + call.group_bias
     s = s.masked_fill(~visible, float("-inf"))
 
     # r_i(t): what no visible summary holds of token i; one where none holds any of it.
@@ -50,11 +42,11 @@ def grouped_attention_reference(
     near = visibility.dense(queries, keys, q.device)[:, None] & (remainder > 0)
     if visibility.queries is not None:
         near = torch.zeros_like(near)  # of the source there are no tokens one by one
-    elif not local:
+    elif not call.local:
         token = torch.arange(keys, device=q.device)
         near = near & (token == token[keys - queries :, None])
     t = (q @ k.repeat_interleave(shared, dim=1).mT * scale).to(log_size.dtype)
-    t = t if bias is None else t + bias
+    t = t if call.bias is None else t + call.bias
     t = (t + remainder.where(near, 1).log()).masked_fill(~near, float("-inf"))
 
     logits = torch.cat([s, t], dim=-1)

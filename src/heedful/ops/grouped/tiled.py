@@ -20,11 +20,8 @@ from heedful.ops.common.precision import operand, product, widen, without_autoca
 from heedful.ops.common.tiles import Hidden
 from heedful.ops.grouped.blocks import Block, Operands, blocks_of, units_of
 from heedful.ops.grouped.decode import grouped_attention_few
-from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.neighbourhood import reach_of
-from heedful.ops.grouped.summaries import Summaries
+from heedful.ops.grouped.neighbourhood import GroupedCall
 from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.visibility import Visibility
 
 _LOG2_E = 1.4426950408889634
 
@@ -33,33 +30,21 @@ def grouped_attention_tiled(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    *,
-    groups: Groups,
-    summaries: Summaries,
-    query_groups: Groups | None,
-    window: int,
-    log_size: Float[Tensor, "B H M"],
-    bias: Float[Tensor, "#B #H Tq Tk"] | None,
-    group_bias: Float[Tensor, "#B #H Tq M"] | None,
-    local: bool,
-    visibility: Visibility,
-    scale: float,
+    call: GroupedCall,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `grouped_attention`, in blocks of query rows; dense where these are few."""
-    reach = reach_of(groups, visibility, q.shape[2], k.shape[2], window, query_groups, local=local)
+    groups, summaries, log_size = call.groups, call.summaries, call.log_size
+    reach = call.reach(q.shape[2], k.shape[2])
     learned = (q, k, v, *summaries, groups.weight, log_size)
-    if few_queries(q, k, learned) and bias is None:
-        return grouped_attention_few(
-            q, k, v, groups=groups, summaries=summaries, reach=reach, log_size=log_size,
-            scale=scale,
-        )  # fmt: skip
+    if few_queries(q, k, learned) and call.bias is None:
+        return grouped_attention_few(q, k, v, call, reach)
     asking, unit = q, None
     if summaries.q is not None:
         asking, unit = units_of(q, summaries.q, reach.stacked())
     weight = groups.weight.to(log_size.dtype)
     return _tiled(
-        q, k, v, asking, summaries.k, summaries.v, log_size, weight, bias, group_bias,
-        groups.index, reach.stacked(), unit, groups.hard, scale,
+        q, k, v, asking, summaries.k, summaries.v, log_size, weight, call.bias, call.group_bias,
+        groups.index, reach.stacked(), unit, groups.hard, call.scale,
     )[0]  # fmt: skip
 
 
@@ -307,9 +292,7 @@ def _tiled(
 
 
 def _operands(q, k, v, asking, group_k, group_v, *rest) -> Operands:
-    wide = (operand(y) for y in (q, k, v))
-    asking = operand(q if asking is None else asking)
-    return Operands(*wide, asking, operand(group_k), operand(group_v), *rest)
+    return Operands(*map(operand, (q, k, v, asking, group_k, group_v)), *rest)
 
 
 @_tiled.register_fake

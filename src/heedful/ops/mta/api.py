@@ -5,25 +5,22 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.ops.common.checks import (
-    check_bias,
     check_dense,
     check_flag,
     check_parameter,
     check_qkv,
-    check_scale,
-    check_sinks,
-    check_softcap,
     shown,
 )
-from heedful.ops.common.dropout import dropout_of
 from heedful.ops.common.limits import over_grid, over_limit
 from heedful.ops.common.precision import cast_inputs, without_autocast
+from heedful.ops.common.terms import Terms, checked_terms
 from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.flash import multi_token_attention_flash
 from heedful.ops.mta.low_rank import LowRank
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
-from heedful.ops.visibility import Visibility, check_visibility
+from heedful.ops.visibility import Visibility
 
 _MOST_ROWS, _MOST_COLUMNS = 8, 15  # of kernels that Triton's form takes
 _NOT_FUSED = "of low rank, or mixed across key heads, it is that of torch's own kernels"
@@ -108,15 +105,15 @@ def multi_token_attention(
     q, k, v = cast_inputs(q, k, v)
     check_qkv(q, k, v)
     heads = q.shape[1]
-    visibility = check_visibility(visibility, q, k.shape[2])
+    terms = checked_terms(q, k.shape[2], visibility, scale, bias, softcap, sinks, dropout_p, seed)
     check_flag("two_sided", two_sided)
-    if two_sided and visibility.causal:
+    if two_sided and terms.visibility.causal:
         raise UserError(
             "two_sided reads later queries, which causal order forbids; give visibility="
             "Visibility(causal=False), or leave two_sided out"
         )
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
-        if kernel is not None and visibility.positions is not None:
+        if kernel is not None and terms.visibility.positions is not None:
             raise UserError(
                 f"{name} joins neighbours, and with visibility.positions keys need not be any; "
                 "leave the positions out, or the kernel"
@@ -134,11 +131,6 @@ def multi_token_attention(
     check_flag("across_keys", across_keys)
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q, k.shape[1] if across_keys else None)
-    check_bias(bias, q, k.shape[2])
-    softcap = check_softcap(softcap)
-    check_sinks(sinks, q)
-    scale = check_scale(scale, q)
-    dropout = dropout_of(dropout_p, seed, q)
     flash = isinstance(conv, LowRank) or across_keys
     kernels = tuple(conv)[:2] if isinstance(conv, LowRank) else (conv,)
     implementation = choose(
@@ -147,32 +139,16 @@ def multi_token_attention(
         lambda: _NOT_FUSED if flash else no_triton(q) or unfused(q, conv, post_conv),
         (q, k, v, *kernels, post_conv, mix, post_mix, bias, sinks),
     )
-    options = {"two_sided": two_sided}
-    if implementation != "reference":
-        options["impl"] = implementation
-    if flash and implementation != "reference":
-        others = {"post_conv": post_conv, "mix": mix, "bias": bias, "softcap": softcap}
-        _check_flash(conv, others | {"dropout_p": dropout}, visibility, implementation)
-        return without_autocast(multi_token_attention_flash)(
-            q, k, v, conv=conv, post_mix=post_mix, across_keys=across_keys, sinks=sinks,
-            visibility=visibility, scale=scale, **options,
-        )  # fmt: skip
-    options |= {"bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    run = multi_token_attention_tiled
+    parameters, options = Parameters(conv, post_conv, mix, post_mix), {"two_sided": two_sided}
     if implementation == "reference":
         run, options["across_keys"] = multi_token_attention_reference, across_keys
-    return without_autocast(run)(
-        q,
-        k,
-        v,
-        conv=conv,
-        post_conv=post_conv,
-        mix=mix,
-        post_mix=post_mix,
-        visibility=visibility,
-        scale=scale,
-        **options,
-    )
+    elif flash:
+        _check_flash(parameters, terms, implementation)
+        run = multi_token_attention_flash
+        options |= {"across_keys": across_keys, "impl": implementation}
+    else:
+        run, options["impl"] = multi_token_attention_tiled, implementation
+    return without_autocast(run)(q, k, v, parameters, terms, **options)
 
 
 def unfused(q: Tensor, conv: Tensor | None = None, post_conv: Tensor | None = None) -> str | None:
@@ -220,10 +196,11 @@ def _check_factors(name: str, factors: LowRank, q: Tensor, k: Tensor) -> None:
         check_parameter(f"{name}.{part}", x, tuple(x.shape), q)
 
 
-def _check_flash(
-    conv: LowRank | None, others: dict[str, object], visibility: Visibility, impl: str
-) -> None:
+def _check_flash(parameters: Parameters, terms: Terms, impl: str) -> None:
     """Raise unless torch's own kernels support the call."""
+    conv, visibility = parameters.conv, terms.visibility
+    others = {"post_conv": parameters.post_conv, "mix": parameters.mix, "bias": terms.bias}
+    others |= {"softcap": terms.softcap, "dropout_p": terms.dropout}
     given = [name for name, x in others.items() if x is not None]
     if isinstance(conv, Tensor):
         given.append("a conv of full rank")

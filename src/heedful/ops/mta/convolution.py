@@ -15,18 +15,19 @@ from torch.nn.functional import pad
 from heedful.ops.common.precision import add_product_, operand, product, scores
 from heedful.ops.common.softmax import tile_softmax, tile_softmax_backward
 from heedful.ops.common.tiles import Scope, sunk_softmax_
+from heedful.ops.mta.low_rank import LowRank
 
 _HEADS = 4  # whose windows are laid out at a time
 _PATCH_ROWS = 8  # of a map's gradient, which a product pairs with all that a kernel relates them to
 
 
 class Parameters(NamedTuple):
-    """Kernels and mixing weights of a call."""
+    """Kernels and mixing weights of a call; `conv` may be factors, where nothing is in tiles."""
 
-    conv: Float[Tensor, "H cq ck"] | None
-    post_conv: Float[Tensor, "H cq2 ck2"] | None
-    mix: Float[Tensor, "n g g"] | None
-    post_mix: Float[Tensor, "n2 g2 g2"] | None
+    conv: Float[Tensor, "H cq ck"] | LowRank | None = None
+    post_conv: Float[Tensor, "H cq2 ck2"] | None = None
+    mix: Float[Tensor, "n g g"] | None = None
+    post_mix: Float[Tensor, "n2 g2 g2"] | None = None
 
     @property
     def aside(self) -> int:
@@ -84,18 +85,12 @@ class TileSteps:
             return parameters, scale
         return parameters._replace(**{first: getattr(parameters, first) * scale}), 1.0
 
-    def rows_per_block(self, heads: int) -> int:
-        return self.scope.rows_per_block(heads)
-
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return product(a, b)
-
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         """`out += a @ b`; for a CPU a part of a larger `out` is no place for a product."""
         if self.scope.composed:
             add_product_(out, a, b)
         else:
-            out.add_(self.product(a, b))
+            out.add_(product(a, b))
 
     def narrowed(self, x: Tensor) -> Tensor:
         """A tile as products with operands take it, for more than one of these."""
@@ -269,12 +264,41 @@ def kernel_gradient(
 ) -> Float[Tensor, "H cq ck"]:
     """Gradient of `convolve` in `kernel`; in few launches if `patches`.
 
-    Then it is made of products in this dtype, without documents of patches.
+    Then it is made of products in this dtype, without documents of patches. Else it is
+    sum_{n, j} grad[n, j] x[n + r - above, j + c - ck//2], three times as fast as torch's own: a
+    product pairs each of a few output columns with every input column in their reach, and the sums
+    over equal distances are the gradient.
     """
     if documents is None and patches is not None:
         return _kernel_gradient_in_patches(grad, x, kernel, above, patches)
-    at_once = _HEADS if patches is None else len(kernel)
-    return _kernel_gradient(grad, x, kernel, above, below, documents, before, at_once)
+    heads, rows, columns = kernel.shape
+    at_once = _HEADS if patches is None else heads  # whose windows are laid out at a time
+    batch, _, outputs, width = grad.shape
+    # Products with a multiple of 16 columns leave no lane of a CPU's vectors idle.
+    few = 16 - (columns - 1) % 16
+    few += 16 * (few < 4)
+    count, reach = -(-width // few), few + columns - 1
+    fill = count * few - width
+    grad = (pad(grad, (0, fill)) if fill else grad).reshape(batch, heads, outputs * count, few)
+    aside = (columns // 2, columns // 2 + fill)
+    pairs = x.new_empty(rows, batch, heads, few, reach)
+    for first in range(0, heads, at_once):  # `around` is three tiles' worth of memory
+        these = slice(first, first + at_once)
+        around = pad(x[:, these], (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
+        for r in range(rows):
+            part = around[:, :, r * count : (r + outputs) * count]
+            if documents is not None:
+                same = _same(documents, r, outputs, before)
+                part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
+            if at_once == heads:
+                torch.matmul(grad.mT, part, out=pairs[r])
+            else:
+                pairs[r, :, these] = torch.matmul(grad[:, these].mT, part)
+    pairs = pairs.sum(1).transpose(0, 1).contiguous()
+    # Entry (c, t) of this view is pairs[t, t + c].
+    return pairs.as_strided((heads, rows, columns, few), (*pairs.stride()[:2], 1, reach + 1)).sum(
+        -1
+    )
 
 
 def input_gradient(
@@ -308,50 +332,6 @@ def input_gradient(
 def turned(kernel: Float[Tensor, "H cq ck"]) -> Float[Tensor, "H cq ck"]:
     """The kernel that takes a gradient back from outputs to inputs."""
     return kernel.flip(1, 2)
-
-
-def _kernel_gradient(
-    grad: Float[Tensor, "B H N C"],
-    x: Float[Tensor, "B H M C"],
-    kernel: Float[Tensor, "H cq ck"],
-    above: int,
-    below: int,
-    documents: Int[Tensor, "#B around"] | None,
-    before: int,
-    at_once: int,
-) -> Float[Tensor, "H cq ck"]:
-    """sum_{n, j} grad[n, j] x[n + r - above, j + c - ck//2]: three times as fast as torch's own.
-
-    A product pairs each of a few output columns with every input column in their reach; the sums
-    over equal distances are the gradient. Windows of `at_once` heads are laid out at a time.
-    """
-    heads, rows, columns = kernel.shape
-    batch, _, outputs, width = grad.shape
-    # Products with a multiple of 16 columns leave no lane of a CPU's vectors idle.
-    few = 16 - (columns - 1) % 16
-    few += 16 * (few < 4)
-    count, reach = -(-width // few), few + columns - 1
-    fill = count * few - width
-    grad = (pad(grad, (0, fill)) if fill else grad).reshape(batch, heads, outputs * count, few)
-    aside = (columns // 2, columns // 2 + fill)
-    pairs = x.new_empty(rows, batch, heads, few, reach)
-    for first in range(0, heads, at_once):  # `around` is three tiles' worth of memory
-        these = slice(first, first + at_once)
-        around = pad(x[:, these], (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
-        for r in range(rows):
-            part = around[:, :, r * count : (r + outputs) * count]
-            if documents is not None:
-                same = _same(documents, r, outputs, before)
-                part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
-            if at_once == heads:
-                torch.matmul(grad.mT, part, out=pairs[r])
-            else:
-                pairs[r, :, these] = torch.matmul(grad[:, these].mT, part)
-    pairs = pairs.sum(1).transpose(0, 1).contiguous()
-    # Entry (c, t) of this view is pairs[t, t + c].
-    return pairs.as_strided((heads, rows, columns, few), (*pairs.stride()[:2], 1, reach + 1)).sum(
-        -1
-    )
 
 
 def _kernel_gradient_in_patches(

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import Hidden, cap_
 from heedful.ops.mta.convolution import Parameters, convolve, mix, reach_of
-from heedful.ops.visibility import Visibility
 
 _WIDTHS = 64
 
@@ -22,12 +22,8 @@ def multi_token_attention_few(
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
     parameters: Parameters,
+    terms: Terms,
     *,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     new: int | None = None,
 ) -> Float[Tensor, "B H new Dv"]:
@@ -36,6 +32,7 @@ def multi_token_attention_few(
     Outputs are those of the last `new` queries, of all by default; the others are read by the
     convolutions, and of no step more rows are computed than the next one reads.
     """
+    visibility, scale, bias, softcap, sinks, _ = terms
     queries, keys = q.shape[2], k.shape[2]
     new = queries if new is None else new
     hidden = hidden_from(visibility, queries, keys, q.device)

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
 from heedful.ops.common.precision import widen
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import row_blocks
 from heedful.ops.mta.flash import HeadGroups
 from heedful.ops.mta.low_rank import BLOCK, Band, LowRank, banded, query_filter
 from heedful.ops.mta.reference import mix_heads
-from heedful.ops.visibility import Visibility
 
 _ROWS = 64  # queries whose maps are in memory at once
 
@@ -51,14 +51,12 @@ def filtered_attention(
     newest: Newest,
     k: Float[Tensor, "B Hw Tk W"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    *,
-    queries: int,
     conv: LowRank,
     post_mix: Float[Tensor, "n g g"] | None,
+    terms: Terms,
+    *,
+    queries: int,
     across_keys: bool,
-    sinks: Float[Tensor, " H"] | None,
-    visibility: Visibility,
-    scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention` for the last `queries` tokens.
 
@@ -67,7 +65,7 @@ def filtered_attention(
         k: filtered keys, of which the last are those of the newest tokens, in order; or all as they
             are, if `newest.plain`.
         v: values of the same tokens.
-        conv, post_mix, across_keys, sinks, visibility, scale: as of `multi_token_attention`.
+        conv, post_mix, across_keys, terms: as of `multi_token_attention`; of the terms, sinks.
     """
     groups = None
     if post_mix is not None:
@@ -76,10 +74,10 @@ def filtered_attention(
     for start, stop in row_blocks(queries, _ROWS, ascending=True):
         later = queries - stop
         keys = k.shape[2] - later
-        maps = _softmax(
-            newest.before(later), k[:, :, :keys], stop - start, conv, sinks,
-            visibility if not later else visibility.part(0, keys), scale,
-        )  # fmt: skip
+        own = terms
+        if later:
+            own = terms._replace(visibility=terms.visibility.part(0, keys))
+        maps = _softmax(newest.before(later), k[:, :, :keys], stop - start, conv, own)
         values = v[:, :, :keys]
         if groups is None:
             parts.append(few_outputs(maps, values))
@@ -92,29 +90,27 @@ def filtered_attention(
 def filtered_attention_map(
     newest: Newest,
     k: Float[Tensor, "B Hw Tk W"],
-    *,
-    queries: int,
     conv: LowRank,
     post_mix: Float[Tensor, "n g g"] | None,
+    terms: Terms,
+    *,
+    queries: int,
     across: int | None,
-    sinks: Float[Tensor, " H"] | None,
-    visibility: Visibility,
-    scale: float,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """The map that multiplies the values in `filtered_attention`, whole.
 
     Arguments:
         across: over how many key heads groups of heads are taken; `None` for consecutive heads.
     """
-    maps = _softmax(newest, k, queries, conv, sinks, visibility, scale)
+    maps = _softmax(newest, k, queries, conv, terms)
     return maps if post_mix is None else mix_heads(maps, post_mix, across)
 
 
 def _softmax(
-    newest: Newest, k: Tensor, queries: int, conv: LowRank, sinks: Tensor | None,
-    visibility: Visibility, scale: float,
-) -> Float[Tensor, "B H Tq Tk"]:  # fmt: skip
+    newest: Newest, k: Tensor, queries: int, conv: LowRank, terms: Terms
+) -> Float[Tensor, "B H Tq Tk"]:
     """The map before mixing, in fp32 at least."""
+    visibility, scale, sinks = terms.visibility, terms.scale, terms.sinks
     if queries == 1:
         q, near = _newest_row(newest, conv, visibility.causal, scale)
     else:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from heedful.ops.common.precision import widen, without_autocast
 from heedful.ops.common.standard import with_positive_scale
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import Sight, gather_heads, spread_heads
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters
-from heedful.ops.mta.identity import identity_attention
 from heedful.ops.mta.join import Joined, joined, joined_backward
 from heedful.ops.mta.low_rank import (
     Band,
@@ -26,31 +26,28 @@ from heedful.ops.mta.low_rank import (
     key_filter,
     query_filter,
 )
-from heedful.ops.visibility import Visibility
+from heedful.ops.mta.tiled import identity_attention
 
 
 def multi_token_attention_flash(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
+    parameters: Parameters,
+    terms: Terms,
     *,
-    conv: LowRank | None,
-    post_mix: Float[Tensor, "n g g"] | None,
-    across_keys: bool,
-    sinks: Float[Tensor, " H"] | None,
     two_sided: bool,
-    visibility: Visibility,
-    scale: float,
-    impl: str = "tiled",
+    across_keys: bool,
+    impl: str,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention` with these parts, in memory linear in the tokens."""
-    u, w, centred = (None, None, True) if conv is None else conv
-    inputs = (q, k, v, u, w, post_mix, sinks)
+    u, w, centred = (None, None, True) if parameters.conv is None else parameters.conv
+    inputs, visibility = (q, k, v, u, w, parameters.post_mix, terms.sinks), terms.visibility
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     segments, _, places = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _flash(
-        *inputs, segments, places, visibility.causal, visibility.window, scale, centred, two_sided,
-        across_keys, impl, train,
+        *inputs, segments, places, visibility.causal, visibility.window, terms.scale, centred,
+        two_sided, across_keys, impl, train,
     )[0]  # fmt: skip
 
 
@@ -201,7 +198,7 @@ def _flash(
     sight, same = Sight(segments, False, causal, window, places=places), None
     if impl == "tiled" and sinks is None:
         kernel = None if conv is None else conv.kernel()
-        parameters = Parameters(kernel, None, None, post_mix)
+        parameters = Parameters(kernel, post_mix=post_mix)
         same = identity_attention(q, k, v, parameters, sight, scale, None, two_sided)
         if same is not None and not train:
             return same, q.new_empty(0), q.new_empty(0)

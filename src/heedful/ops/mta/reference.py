@@ -8,77 +8,44 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.common.terms import Terms
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.low_rank import LowRank
-from heedful.ops.visibility import Visibility
 
 
 def multi_token_attention_reference(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    *,
-    conv: Float[Tensor, "H cq ck"] | LowRank | None,
-    post_conv: Float[Tensor, "H cq2 ck2"] | None,
-    mix: Float[Tensor, "n g g"] | None,
-    post_mix: Float[Tensor, "n2 g2 g2"] | None,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    two_sided: bool = False,
-    across_keys: bool = False,
-    dropout: Dropout | None = None,
+    parameters: Parameters,
+    terms: Terms,
+    **options: bool,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, one line per step of its definition."""
-    a = multi_token_attention_map(
-        q,
-        k,
-        conv=conv,
-        post_conv=post_conv,
-        mix=mix,
-        post_mix=post_mix,
-        visibility=visibility,
-        scale=scale,
-        bias=bias,
-        softcap=softcap,
-        sinks=sinks,
-        two_sided=two_sided,
-        across_keys=across_keys,
-    )
-    if dropout is not None:
-        a = dropout.applied(a)
+    a = multi_token_attention_map(q, k, parameters, terms, **options)
+    a = a if terms.dropout is None else terms.dropout.applied(a)
     return a @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
 def multi_token_attention_map(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
+    parameters: Parameters,
+    terms: Terms,
     *,
-    conv: Float[Tensor, "H cq ck"] | LowRank | None = None,
-    post_conv: Float[Tensor, "H cq2 ck2"] | None = None,
-    mix: Float[Tensor, "n g g"] | None = None,
-    post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
-    visibility: Visibility | None = None,
-    scale: float | None = None,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     across_keys: bool = False,
     steps: dict[str, Tensor] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
-    """The map A that multiplies the values, of size Tq x Tk: for looking at, not for training.
+    """The map A that multiplies the values, of size Tq x Tk, before dropout.
 
-    Arguments as for `multi_token_attention`. Its rows need not sum to one, and entries may be
-    negative, as soon as anything follows the softmax. `steps` takes up the maps on the way to it:
-    `logits`, `conv`, `mix` (minus infinity where nothing is seen), `softmax` and `post_conv`, those
-    that there are.
+    Its rows need not sum to one, and entries may be negative, as soon as anything follows the
+    softmax. `steps` takes up the maps on the way to it: `logits`, `conv`, `mix` (minus infinity
+    where nothing is seen), `softmax` and `post_conv`, those that there are.
     """
-    visibility = Visibility() if visibility is None else visibility
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    conv, post_conv, mix, post_mix = parameters
+    visibility, scale, bias, softcap, sinks, _ = terms
     queries, keys, wide = q.shape[2], k.shape[2], torch.promote_types(q.dtype, torch.float32)
     visible = visibility.dense(queries, keys, q.device)[:, None]
     documents = None
@@ -92,11 +59,11 @@ def multi_token_attention_map(
     c = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale  # S, MTA eq. 2
     note("logits", c, -torch.inf)
     if conv is not None:
-        terms = visible
+        summed = visible
         if isinstance(conv, LowRank):
-            terms = conv.terms(visibility).dense(queries, keys, q.device)[:, None]
+            summed = conv.terms(visibility).dense(queries, keys, q.device)[:, None]
             conv = conv.kernel()
-        c = correlate(c.masked_fill(~terms, 0), conv, documents, two_sided)  # MTA eq. 5
+        c = correlate(c.masked_fill(~summed, 0), conv, documents, two_sided)  # MTA eq. 5
         note("conv", c, -torch.inf)
     across = k.shape[1] if across_keys else None
     if mix is not None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import widen, without_autocast
+from heedful.ops.common.standard import standard_attention
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import (
     Scope,
     Sight,
@@ -32,26 +34,16 @@ from heedful.ops.common.tiles import (
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters, Softmax, TileSteps
 from heedful.ops.mta.decode import multi_token_attention_few
-from heedful.ops.mta.identity import identity_attention
-from heedful.ops.visibility import Visibility
 
 
 def multi_token_attention_tiled(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
+    parameters: Parameters,
+    terms: Terms,
     *,
-    conv: Float[Tensor, "H cq ck"] | None,
-    post_conv: Float[Tensor, "H cq2 ck2"] | None,
-    mix: Float[Tensor, "n g g"] | None,
-    post_mix: Float[Tensor, "n2 g2 g2"] | None,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
-    dropout: Dropout | None = None,
     impl: str = "tiled",
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
@@ -60,19 +52,15 @@ def multi_token_attention_tiled(
     The blocks are a CPU's if `impl` is `"tiled"`, see `Scope`, else a GPU's. The output is in q's
     dtype, or in the precision of the sums if `wide`.
     """
-    parameters = Parameters(conv, post_conv, mix, post_mix)
-    if dropout is None and few_queries(q, k, (q, k, v, *parameters, bias, sinks)):
-        out = multi_token_attention_few(
-            q, k, v, parameters, visibility=visibility, scale=scale, bias=bias, softcap=softcap,
-            sinks=sinks, two_sided=two_sided,
-        )  # fmt: skip
+    if terms.dropout is None and few_queries(q, k, (q, k, v, *parameters, *terms.learned)):
+        out = multi_token_attention_few(q, k, v, parameters, terms, two_sided=two_sided)
         return out.to(output_dtype(q, wide))
+    visibility, scale, bias, softcap, sinks, dropout = terms
     sight = visibility.tensors(q.shape[2], k.shape[2], q.device)
     p, drop = dropout or (0.0, None)
     return _tiled(
-        q, k, v, conv, post_conv, mix, post_mix, bias, sinks, drop, *sight,
-        visibility.documents is not None, visibility.causal, visibility.window, scale,
-        softcap, p, two_sided, impl, wide,
+        q, k, v, *parameters, bias, sinks, drop, *sight, visibility.documents is not None,
+        visibility.causal, visibility.window, scale, softcap, p, two_sided, impl, wide,
     )  # fmt: skip
 
 
@@ -145,7 +133,7 @@ def _row_blocks(x: Operands, steps: TileSteps) -> Iterator[RowBlock]:
     queries, scope, parameters = x.q.shape[2], steps.scope, x.parameters
     before, after = steps.reach(parameters.conv)
     back, ahead = steps.reach(parameters.post_conv)
-    for start, stop in row_blocks(queries, steps.rows_per_block(x.q.shape[1])):
+    for start, stop in row_blocks(queries, scope.rows_per_block(x.q.shape[1])):
         owned = range(scope.offset + start, scope.offset + stop)
         write = range(max(0, start - ahead), min(stop + back, queries))
         yield RowBlock(
@@ -334,6 +322,43 @@ def _tiled(
     return out.to(output_dtype(q, wide))
 
 
+def identity_attention(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    parameters: Parameters,
+    sight: Sight,
+    scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
+) -> Float[Tensor, "B H Tq Dv"] | None:
+    """Attention by torch's own kernel; `None` where a parameter is no longer the identity.
+
+    So a freshly converted model gives the very logits that it gave before. `None` too where the
+    visibility needs a mask, and anywhere but on a CPU: there this look would stall the stream.
+    """
+    window = sight.window is not None and sight.window < k.shape[2]
+    apart = (sight.segments, sight.mutual, sight.places)
+    if q.device.type != "cpu" or window or any(x is not None for x in apart):
+        return None
+    if v.shape[3] != q.shape[3]:  # torch would take its dense path
+        return None
+    conv, post_conv, mix, post_mix = parameters
+    if not all(x is None or _is_identity_kernel(x, two_sided) for x in (conv, post_conv)):
+        return None
+    if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in (mix, post_mix)):
+        return None
+    out = standard_attention(q, k, v, causal=sight.causal, scale=scale, bias=bias)
+    return None if out is None else out.contiguous()
+
+
+def _is_identity_kernel(kernel: Float[Tensor, "H cq ck"], two_sided: bool) -> bool:
+    rows, columns = kernel.shape[1:]
+    identity = torch.zeros(rows, columns)
+    identity[rows // 2 if two_sided else -1, columns // 2] = 1
+    return bool((kernel == identity).all())
+
+
 def steps_of(impl: str, sight: Sight, q: Tensor, k: Tensor, two_sided: bool) -> TileSteps:
     """The arithmetic of this implementation's tiles."""
     scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=impl != "tiled")
@@ -385,13 +410,11 @@ def gradients(
     return tuple(rounded)
 
 
-def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Fake result of `gradients` for these, by shape."""
-    empty = inputs[0].new_empty
-    return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+@_tiled_backward.register_fake
+def _(grad, q, *inputs):
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, *inputs[:8]))
 
 
-_tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:9]))
 refuse_second_derivative(  # sums that stay wide are differential attention's
     _tiled_backward, lambda x: f"{'differential' if x[-1] else 'multi_token'}_attention"
 )
@@ -407,13 +430,8 @@ def save(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     tensors = ctx.saved_tensors
     grads = without_autocast(_tiled_backward)(grad, *tensors, *ctx.options)
-    return where_given(tensors, grads, len(ctx.options))
-
-
-def where_given(tensors: tuple, grads: tuple, options: int) -> tuple:
-    """One gradient per input of the operator, `None` for what was not given or has none."""
-    present = [None if x is None else g for x, g in zip(tensors, grads, strict=False)]
-    return *present, *[None] * (len(tensors) - len(grads) + options)
+    given = [None if x is None else g for x, g in zip(tensors, grads, strict=False)]
+    return *given, *[None] * (len(tensors) - len(grads) + len(ctx.options))
 
 
 _tiled.register_autograd(_backward, setup_context=save)

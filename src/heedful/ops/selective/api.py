@@ -8,25 +8,20 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.ops.common.checks import (
-    check_bias,
     check_dense,
     check_flag,
     check_qkv,
-    check_scale,
-    check_sinks,
-    check_softcap,
     check_tau,
     shown,
 )
-from heedful.ops.common.dropout import dropout_of
 from heedful.ops.common.few import few_queries
-from heedful.ops.common.limits import altered, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
+from heedful.ops.common.terms import checked_terms
 from heedful.ops.impl import Impl, choose, no_triton
 from heedful.ops.selective.fused.plan import selective_attention_limit
 from heedful.ops.selective.reference import selective_attention_reference
 from heedful.ops.selective.tiled import selective_attention_tiled
-from heedful.ops.visibility import Visibility, check_visibility
+from heedful.ops.visibility import Visibility
 
 
 class SelectiveOutput(NamedTuple):
@@ -111,8 +106,8 @@ def selective_attention(
     q, k, v, selector_q, selector_k = cast_inputs(q, k, v, selector_q, selector_k)
     check_qkv(q, k, v)
     keys = k.shape[2]
-    visibility = check_visibility(visibility, q, keys)
-    if not visibility.causal:
+    terms = checked_terms(q, keys, visibility, scale, bias, softcap, sinks, dropout_p, seed)
+    if not terms.visibility.causal:
         raise UserError(
             "visibility must be causal for selective attention: F sums over earlier queries"
         )
@@ -124,49 +119,23 @@ def selective_attention(
     tau = check_tau(tau)
     check_flag("protect_first", protect_first)
     state = _whole_state(state, (q.shape[0], selector_q.shape[1], keys), q)
-    check_bias(bias, q, keys)
-    softcap = check_softcap(softcap)
-    check_sinks(sinks, q)
-    scale = check_scale(scale, q)
-    dropout = dropout_of(dropout_p, seed, q)
     implementation = choose(
         "selective_attention",
         impl,
-        lambda: (
-            no_triton(q)
-            or unseen(visibility)
-            or altered(bias, softcap, sinks, dropout)
-            or selective_attention_limit(q, v, selector_q, scale)
-        ),
+        lambda: no_triton(q) or selective_attention_limit(q, v, selector_q, terms),
         (q, k, v, selector_q, selector_k, state, bias, sinks),
     )
-    options = {"bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    tensors = (q, k, v, selector_q, selector_k, state)
+    tensors, options = (q, k, v, selector_q, selector_k, state), {}
     if impl == "auto" and implementation == "fused" and few_queries(q, k, tensors):
         implementation = "composed"  # dense there: few rows would not fill the kernels
     if implementation == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
-
-        options = {}  # the call has none of them
     elif implementation == "reference":
         run = selective_attention_reference
     else:
         run, options["composed"] = selective_attention_tiled, implementation == "composed"
-    return SelectiveOutput(
-        *without_autocast(run)(
-            q,
-            k,
-            v,
-            selector_q,
-            selector_k,
-            state=state,
-            tau=tau,
-            protect_first=protect_first,
-            visibility=visibility,
-            scale=scale,
-            **options,
-        )
-    )
+    options |= {"tau": tau, "protect_first": protect_first}
+    return SelectiveOutput(*without_autocast(run)(*tensors, terms, **options))
 
 
 def _check_selector(selector_q: Tensor, selector_k: Tensor, q: Tensor, keys: int) -> None:

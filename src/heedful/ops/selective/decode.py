@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import cap_
 from heedful.ops.selective.reference import may_hide
-from heedful.ops.visibility import Visibility
 
 
 def selective_attention_few(
@@ -21,17 +21,14 @@ def selective_attention_few(
     v: Float[Tensor, "B Hk Tk Dv"],
     selector_q: Float[Tensor, "B Hs Tq Ds"],
     selector_k: Float[Tensor, "B Hs Tk Ds"],
-    *,
     state: Float[Tensor, "B Hs Ts"] | None,
+    terms: Terms,
+    *,
     tau: float | None,
     protect_first: bool,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`."""
+    visibility, scale, bias, softcap, sinks, _ = terms
     queries, keys = q.shape[2], k.shape[2]
     hidden = hidden_from(visibility, queries, keys, q.device)
     hiding = few_scores(selector_q, selector_k, scale).clamp_(min=0)

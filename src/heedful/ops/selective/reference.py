@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.common.terms import Terms
 from heedful.ops.visibility import Visibility
 
 _ROWS = 64  # query rows whose products are in memory at once
@@ -20,18 +20,14 @@ def selective_attention_reference(
     v: Float[Tensor, "B Hk Tk Dv"],
     selector_q: Float[Tensor, "B Hs Tq Ds"],
     selector_k: Float[Tensor, "B Hs Tk Ds"],
-    *,
     state: Float[Tensor, "B Hs Tk"] | None,
+    terms: Terms,
+    *,
     tau: float | None,
     protect_first: bool,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, one line per step of its definition."""
+    visibility, scale, bias, softcap, sinks, dropout = terms
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     visible = visibility.dense(queries, keys, q.device)[:, None]
     hiding = selection(selector_q, selector_k, protect_first, visibility, scale)

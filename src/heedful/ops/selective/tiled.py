@@ -20,6 +20,7 @@ from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import operand, product, scores, without_autocast
 from heedful.ops.common.softmax import tile_softmax
 from heedful.ops.common.standard import standard_attention
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import (
     ROWS,
     ROWS_COMPOSED,
@@ -37,7 +38,6 @@ from heedful.ops.common.tiles import (
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.selective.sums import RunningTotal, above, below
-from heedful.ops.visibility import Visibility
 
 
 def selective_attention_tiled(
@@ -46,33 +46,27 @@ def selective_attention_tiled(
     v: Float[Tensor, "B Hk Tk Dv"],
     selector_q: Float[Tensor, "B Hs Tq Ds"],
     selector_k: Float[Tensor, "B Hs Tk Ds"],
-    *,
     state: Float[Tensor, "B Hs Tk"] | None,
+    terms: Terms,
+    *,
     tau: float | None,
     protect_first: bool,
-    visibility: Visibility,
-    scale: float,
-    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: Dropout | None = None,
     composed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, in blocks of query rows; dense where these are few.
 
     The blocks are a GPU's if `composed`, see `Scope`, else a CPU's.
     """
-    if dropout is None and few_queries(q, k, (q, k, v, selector_q, selector_k, state, bias, sinks)):
-        return selective_attention_few(
-            q, k, v, selector_q, selector_k, state=state, tau=tau, protect_first=protect_first,
-            visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+    tensors = (q, k, v, selector_q, selector_k, state)
+    if terms.dropout is None and few_queries(q, k, (*tensors, *terms.learned)):
+        return selective_attention_few(*tensors, terms, tau=tau, protect_first=protect_first)
+    visibility, scale, bias, softcap, sinks, dropout = terms
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     sight = visibility.tensors(q.shape[2], k.shape[2], q.device)
     p, drop = dropout or (0.0, None)
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, bias, sinks, drop, *sight, first,
-        visibility.window, tau, scale, softcap, p, composed,
+        *tensors, bias, sinks, drop, *sight, first, visibility.window, tau, scale, softcap, p,
+        composed,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 

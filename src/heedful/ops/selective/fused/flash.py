@@ -8,6 +8,7 @@ from torch import Tensor
 
 from heedful.ops.common.limits import padded
 from heedful.ops.common.precision import without_autocast
+from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import in_blocks
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.selective.fused.backward import (
@@ -24,7 +25,6 @@ from heedful.ops.selective.fused.forward import (
     visits_kernel,
 )
 from heedful.ops.selective.fused.plan import TileLaunch, plan
-from heedful.ops.visibility import Visibility
 
 PROGRAMS = 1024  # that fill a GPU; what more of them would hold at a time grows as T^2
 # Queries that are computed at a time. What is held of F is one number per key for every block of 64
@@ -38,12 +38,11 @@ def selective_attention_fused(
     v: Float[Tensor, "B Hk Tk Dv"],
     selector_q: Float[Tensor, "B Hs Tq Ds"],
     selector_k: Float[Tensor, "B Hs Tk Ds"],
-    *,
     state: Float[Tensor, "B Hs Tk"] | None,
+    terms: Terms,
+    *,
     tau: float | None,
     protect_first: bool,
-    visibility: Visibility,
-    scale: float,
     tile: tuple[int, int, int] | tuple[()] = (),
     skip: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -52,20 +51,13 @@ def selective_attention_fused(
     `tile` (see `plan`) and `skip` (leave out tiles without weight) are for tests and tuning; no
     result depends on `skip` by a bit.
     """
+    visibility, tensors = terms.visibility, (q, k, v, selector_q, selector_k, state)
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
-    tensors = (q, k, v, selector_q, selector_k, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     output, last, memory, *_ = _fused(
-        *tensors,
-        visibility.segments(),
-        first,
-        visibility.window,
-        tau,
-        scale,
-        skip,
-        list(tile),
-        keep,
-    )
+        *tensors, visibility.segments(), first, visibility.window, tau, terms.scale, skip,
+        list(tile), keep,
+    )  # fmt: skip
     return output, last, memory if tau is not None else None
 
 

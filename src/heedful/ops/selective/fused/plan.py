@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from heedful.ops.common.limits import over_grid, over_limit, padded
+from heedful.ops.common.terms import Terms
 
 
 class TileLaunch(NamedTuple):
@@ -89,10 +90,23 @@ _LIMITS = {
 _ON_HOPPER = {(2, 128): _Limits(1, 1, 32, 128, 8, 2)}
 
 
-def selective_attention_limit(q: Tensor, v: Tensor, selector_q: Tensor, scale: float) -> str | None:
-    """The limit that a call exceeds, as one clause, or `None`."""
-    if scale < 0:
-        return f"scale {scale} is negative"
+def selective_attention_limit(q: Tensor, v: Tensor, selector_q: Tensor, terms: Terms) -> str | None:
+    """Why the kernels do not support a call, as one clause, or `None`."""
+    visibility = terms.visibility
+    if visibility.mutual is not None:
+        return "its kernels know no tokens that see later ones (visibility.mutual)"
+    if not visibility.in_place:
+        return "its kernels know no positions and queries of their own (visibility)"
+    if terms.dropout is not None:
+        return "its kernels drop no weights (dropout_p)"
+    if terms.bias is not None:
+        return "its kernels add no bias to the logits"
+    if terms.softcap is not None:
+        return "its kernels do not cap the logits (softcap)"
+    if terms.sinks is not None:
+        return "its kernels have no sinks"
+    if terms.scale < 0:
+        return f"scale {terms.scale} is negative"
     return over_grid(batch=q.shape[0], heads=q.shape[1]) or over_limit(
         q, q=q.shape[3], v=v.shape[3], selector_q=selector_q.shape[3]
     )

@@ -7,8 +7,6 @@ the weights leave one dot in the layout in which the next one takes them.
 import triton
 import triton.language as tl
 
-from heedful.ops.common.triton_tiles import visible_tile
-
 LOG2E = tl.constexpr(1.4426950408889634)  # the hardware's exponential has base two
 UPPER_HALF = tl.constexpr(-65536)  # the bits of an fp32 number that bfloat16 keeps
 
@@ -48,9 +46,19 @@ def visit(order, n):
 def tile_visible(
     i, j, segments, row_stride, batch, keys, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """Test whether the query tokens i see the key tokens j, both counted among the keys."""
-    SEGMENTS: tl.constexpr = segments is not None
-    visible = visible_tile(segments, row_stride, batch, i, j, keys, True, WINDOW, SEGMENTS)
+    """Test whether the query tokens i see the key tokens j, both counted among the keys.
+
+    `segments`: int32 `[B or 1, keys]`, -1 for padding; `row_stride` 0 if one row serves all.
+    `WINDOW` 0: no limit. Tokens outside `0 .. keys-1` are never visible.
+    """
+    inside_i, inside_j = (i >= 0) & (i < keys), (j >= 0) & (j < keys)
+    visible = inside_i[:, None] & inside_j[None, :] & (j[None, :] <= i[:, None])
+    if WINDOW > 0:
+        visible &= i[:, None] - j[None, :] < WINDOW
+    if segments is not None:
+        of_query = tl.load(segments + batch * row_stride + i, mask=inside_i, other=-1)
+        of_key = tl.load(segments + batch * row_stride + j, mask=inside_j, other=-2)
+        visible &= (of_query[:, None] == of_key[None, :]) & (of_query >= 0)[:, None]
     return tl.trans(visible) if TRANSPOSED else visible
 
 
