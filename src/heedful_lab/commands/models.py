@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
@@ -14,10 +15,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.data import ByteTokenizer
+from heedful.eviction import Eviction
 from heedful.hf.adapter_folders import base_of, is_adapter, read_about
 from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import take_budgets
 from heedful.hf.convert import replace_attention
+from heedful.hf.converted_model import ConvertedModel
+from heedful.hf.evicting.new import needs_conversion
 from heedful.hf.load import saved_conversion
 from heedful.hf.stock import is_gguf, stock_config, stock_model, stock_tokenizer
 from heedful.nn import MechanismConfig
@@ -98,6 +102,13 @@ def open_model(
     if budgets and folder.is_dir():
         take_budgets(folder, model)
     return model.eval().to(place)
+
+
+def convert_if_needed(model: PreTrainedModel, *policies: Eviction | Literal[False] | None) -> None:
+    """Give an ordinary model standard attention of heedful where a cache needs it for a policy."""
+    needed = any(needs_conversion(model, policy or None) for policy in policies)
+    if needed and not isinstance(model, ConvertedModel):
+        replace_attention(model, "standard")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,10 @@ from heedful.hf.after_eviction import calls_of
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.new import new_cache
-from heedful.hf.cache.places import cache_for
+from heedful.hf.cache.places import cache_for, stock_layers
+from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.new import decoder_modules, evicting_layers
+from heedful.hf.evicting.whole import Steps, in_steps
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.intercept import LayerCall, intercept, interceptors
 from heedful.nn import Layer, LayerOutput
@@ -32,10 +35,10 @@ class Peaks:
     """The most bytes that a cache would have taken for one sequence, layer by layer."""
 
     def __init__(self) -> None:
-        self._cached: dict[Layer, float] = {}
-        self._copied: dict[Layer, float] = {}
+        self._cached: dict[nn.Module, float] = {}
+        self._copied: dict[nn.Module, float] = {}
 
-    def note(self, layer: Layer, meter: Meter, batch: int) -> None:
+    def note(self, layer: nn.Module, meter: Meter, batch: int) -> None:
         """Record the memory of the layer's cache for so many sequences."""
         cached = meter.max_nbytes / batch
         copied = (meter.peak_nbytes - meter.max_nbytes) / batch
@@ -54,6 +57,29 @@ class Pieces(NamedTuple):
     first: int
     later: int
 
+    def of(
+        self, total: int, budget: Budget | None, window: int | None
+    ) -> Iterator[tuple[int, int]]:
+        """Where each call of a sequence of so many tokens begins and ends, for a layer.
+
+        In the first come also all pieces in which nothing is evicted. Not where a window drops
+        tokens, nor where the policy depends on what a call was: the prompt, or one step (SnapKV's
+        queries).
+        """
+        first = self.first
+        if budget is None:
+            first = total if window is None else self.first
+        else:
+            policy = budget.policy
+            by_call = window is not None or policy.keep_prompt
+            if not by_call and policy.observes in (0, 1, None):
+                first += max(0, budget.tokens - 1 - first) // self.later * self.later
+        start = 0
+        while start < total:
+            stop = min(total, start + (self.later if start else first))
+            yield start, stop
+            start = stop
+
 
 @contextmanager
 def evicting(
@@ -69,7 +95,8 @@ def evicting(
     For measuring: no gradients are recorded, and no state or memory is reported.
 
     Arguments:
-        model: a converted model, in eval mode.
+        model: a decoder, in eval mode: converted, or of transformers as it is, with selectors
+            beside it or not.
         eviction: what the cache evicts; `None` computes whole sequences as usual.
         whole: how many tokens of a sequence, at least one, come in one call at first: a prompt.
         step: how many tokens come in each call after that.
@@ -80,17 +107,24 @@ def evicting(
         as usual, there are none.
 
     Raises:
-        ValueError: the model is not converted, or the policy or the dtype does not support it.
+        ValueError: the policy or the dtype does not support the model.
     """
     modules, peaks = attention_modules(model), Peaks()
-    if not modules:
-        raise UserError("model must be converted; heedful.convert(model, 'standard') is enough")
     for name, value in (("whole", whole), ("step", step)):
         if not is_whole(value, 1):
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
     int8 = is_int8(dtype)
     if eviction is None and not int8:
         yield peaks
+        return
+    if not modules or not modules[0].heedful.host.attends:
+        acting = _matrices_acting(model, eviction, whole, step)
+        with (
+            torch.no_grad(),
+            acting,
+            in_steps(_steps(model, eviction, int8, Pieces(whole, step), peaks)),
+        ):
+            yield peaks
         return
     if any(
         isinstance(x.around, _Routes) and modules[0].heedful in x.layers for x in interceptors()
@@ -117,6 +151,31 @@ def _matrices_acting(
     if matrices is None:
         return nullcontext()
     return matrices.simulate_chunks(calls_of(new_cache(model, eviction or False), whole, step))
+
+
+def _steps(
+    model: nn.Module, eviction: Eviction | None, int8: bool, pieces: Pieces, peaks: Peaks
+) -> dict[nn.Module, Steps]:
+    """In place of attention calls of a model as it is: what steps through its caches compute."""
+    modules = decoder_modules(model, eviction)
+    layers, budgets = stock_layers(model), layer_budgets(eviction, len(modules))
+    steps = {}
+    for module, budget in zip(modules, budgets, strict=True):
+        if budget is None and not int8:
+            continue
+        window = getattr(layers[module.layer_idx], "sliding_window", None)
+
+        def new_layer(module=module, budget=budget, window=window) -> EvictingLayer:
+            return evicting_layers([module], [budget], [window], 0, Meter(), int8)[0]
+
+        def sizes(layer: EvictingLayer, total: int) -> Iterator[tuple[int, int]]:
+            return pieces.of(total, layer.budget, layer.window)
+
+        def done(layer: EvictingLayer, batch: int, module=module) -> None:
+            peaks.note(module, layer.meter, batch)
+
+        steps[module] = Steps(new_layer, sizes, done)
+    return steps
 
 
 class _Routes(NamedTuple):
@@ -149,10 +208,8 @@ class _Route:
             )
         visibility = Visibility() if visibility is None else visibility
         cache = cache_for(self.module, visibility.window, self.budget, int8=self.int8)
-        outputs, start = [], 0
-        while start < total:
-            new = self.pieces.later if start else self._first(total, cache.window)
-            stop = min(total, start + new)
+        outputs = []
+        for start, stop in self.pieces.of(total, self.budget, cache.window):
             part = visibility.part(0, stop)
             cache.expect(part)
             keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop])
@@ -161,21 +218,5 @@ class _Route:
                 inputs=inputs.before(total - stop, stop - start),
             )  # fmt: skip
             outputs.append(out)
-            start = stop
         self.peaks.note(self.layer, cache.meter, len(q))
         return LayerOutput(torch.cat(outputs, dim=2))
-
-    def _first(self, total: int, window: int | None) -> int:
-        """Number of tokens that come at once: also all pieces in which nothing is evicted.
-
-        Not where a window drops tokens, nor where the policy depends on what a call was: the
-        prompt, or one step (SnapKV's queries).
-        """
-        if self.budget is None:
-            return total
-        whole, step = self.pieces
-        policy, tokens = self.budget.policy, self.budget.tokens
-        by_call = window is not None or policy.keep_prompt or policy.observes not in (0, 1, None)
-        if by_call or tokens is None:
-            return whole
-        return whole + max(0, tokens - 1 - whole) // step * step

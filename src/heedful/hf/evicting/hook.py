@@ -115,8 +115,15 @@ def hook_of(module: nn.Module) -> MaskColumns | None:
     return next((hook for hook in hooks if isinstance(hook, MaskColumns)), None)
 
 
+def selector_rows(module: nn.Module, x: Float[Tensor, "B T E"]) -> SelectorRows | None:
+    """The selector's queries and keys of an attention module's input, where it has a selector."""
+    if not hasattr(module._modules.get(NAME), "selector_weights"):
+        return None
+    return _rows(module, x)
+
+
 def _rows(module: nn.Module, x: Float[Tensor, "B T E"]) -> SelectorRows:
-    """The selector's queries and keys of an attention module's input."""
+    """The same of a module that has one."""
     query, key = module._modules[NAME].selector_weights()
     if x.dtype == query.dtype:
         return SelectorRows(linear(x, query), linear(x, key))

@@ -99,12 +99,16 @@ def _observed(base: str) -> Callable:
         attention_mask: Tensor | None,
         *args: object,
         heedful_layer: object | None = None,
+        heedful_steps: Callable | None = None,
         **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         family = sys.modules[type(module).__module__]
         eager = getattr(family, "eager_attention_forward", None)
         function = family.ALL_ATTENTION_FUNCTIONS.get(base, eager)
-        output = function(module, query, key, value, attention_mask, *args, **options)
+        call = (module, query, key, value, attention_mask, *args)
+        if heedful_steps is not None:  # of a whole sequence
+            return heedful_steps(function, *call, **options)
+        output = function(*call, **options)
         if heedful_layer is not None:
             scaling, cap = options.get("scaling"), options.get("softcap")
             sinks = options.get("s_aux")

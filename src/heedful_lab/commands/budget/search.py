@@ -24,8 +24,10 @@ from heedful.eviction import POLICIES, Eviction
 from heedful.eviction.selection import check_policy
 from heedful.files import append_line, only_writer, read_each, write_whole
 from heedful.hf.budgets import NAME, write_budgets
-from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.base import CacheLayer
 from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.hf.convert import replace_attention
+from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.identity import model_identity
 from heedful.training.checkpoints import differences
 from heedful_lab.commands.budget.options import BudgetSearch
@@ -168,12 +170,14 @@ def _run(plan: SearchPlan) -> SearchResult:
             f"model must be a folder, as budgets.json is written into it, got {name!r}; "
             f"heedful convert {name} OUT --mechanism standard makes one"
         )
-    model = plan.source.open(budgets=False)
+    model = plan.source.open(budgets=False, convert=False)
     if model.config.is_encoder_decoder:
         raise UserError(
             f"model {name!r} has an encoder, and budgets are searched for decoders alone; "
             "give heedful generate a number of tokens with --budget"
         )
+    if not isinstance(model, ConvertedModel):  # layers beside its own, for policies to check
+        replace_attention(model, "standard", attends=False)
     rows = plan.sequences.read(plan.source, model)
     policy, start = _start(plan.eviction, plan.protection, plan.sequences.length, model)
     least, tokens = least_budget(policy, model), plan.limit.tokens
@@ -405,7 +409,7 @@ def _start(
         )
     modules = attention_modules(model)
     cache = new_cache(model, eviction=False)
-    windows = [layer.window for layer in cache.layers if isinstance(layer, AttentionCache)]
+    windows = [layer.window for layer in cache.layers if isinstance(layer, CacheLayer)]
     start: list[int | None] = []
     reasons = []
     for module, window in zip(modules, windows, strict=True):
@@ -451,7 +455,7 @@ def _reference(
     reference: ModelSource, sequences: Sequences, rows: Rows, name: str
 ) -> PreTrainedModel:
     """The model whose perplexity is the limit; raises unless it reads the same tokens."""
-    model = reference.open(budgets=False)
+    model = reference.open(budgets=False, convert=False)
     if not torch.equal(sequences.read(reference, model).ids, rows.ids):
         raise UserError(
             f"reference {reference.name!r} splits the data into other tokens than {name!r}, so "

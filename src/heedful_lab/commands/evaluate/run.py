@@ -30,6 +30,7 @@ from heedful_lab.commands.evaluate.store import WHOLE, AnswerStore
 from heedful_lab.commands.models import (
     ModelSource,
     configuration_of,
+    convert_if_needed,
     device_in_words,
     tokenizer_named,
 )
@@ -79,6 +80,7 @@ class Caches(NamedTuple):
                 policy = policy_named(self.eviction, model, int(word), seed=self.seed)
                 name = f"{spelled(type(policy).__name__)} {word}"
             policies[name if dtype is None else f"{name}, {self.cache_dtype}"] = policy
+        convert_if_needed(model, False, *policies.values())
         for policy in (*([False] if has_cache(model) else []), *policies.values()):
             try:
                 new_cache(model, policy, dtype=dtype)
@@ -151,7 +153,7 @@ def _answers(
     total = sum(len(plan.items) for plan in plans) * kinds.count
     with tqdm(total=total, unit=" samples", disable=None) as bar:
         for plan in plans:
-            model = plan.source.open(budgets=OWN in kinds.budget)
+            model = plan.source.open(budgets=OWN in kinds.budget, convert=False)
             caches = kinds.of(model, plan)
             store.register(plan.source, model, caches)
             if plan is plans[0] and (seconds := _seconds(caches, plan, store, batch)):
@@ -341,7 +343,8 @@ def ask_harness(
     """
     samples = []
     for cache, answers in caches.items():
-        conversion_of(answers.model).eviction = None  # the harness makes caches of its own
+        if answers.eviction:  # the harness makes caches of its own
+            conversion_of(answers.model).eviction = None
         for name in harness.names:
             if store.harness(plan.name, name, cache) is None:
                 with answers.reading():

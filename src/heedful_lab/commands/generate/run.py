@@ -14,12 +14,15 @@ from transformers.generation import BaseStreamer
 from heedful.checks import UserError
 from heedful.eviction import Eviction, SnapKV
 from heedful.hf.cache.new import KVCache, expect_prompt, load_cache, new_cache
-from heedful.hf.convert import replace_attention
-from heedful.hf.converted_model import ConvertedModel
-from heedful.hf.evicting.new import needs_conversion
 from heedful.hf.versions import cache_argument, generate_argument
 from heedful_lab.commands.generate.options import Generation
-from heedful_lab.commands.models import ModelSource, longest, read_text, size_in_words
+from heedful_lab.commands.models import (
+    ModelSource,
+    convert_if_needed,
+    longest,
+    read_text,
+    size_in_words,
+)
 from heedful_lab.commands.policies import EvictionChoice, cache_dtype_of
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
@@ -139,8 +142,7 @@ def _run(plan: GenerationPlan, write: Callable[[str], None]) -> Iterator[Generat
     choice, decoding = plan.choice, plan.decoding
     model = plan.source.open(budgets=choice.own_budgets, convert=False)
     policy = choice.policy(model)
-    if not isinstance(model, ConvertedModel) and needs_conversion(model, policy or None):
-        replace_attention(model, "standard")
+    convert_if_needed(model, policy)
     tokenizer = plan.source.open_tokenizer(model)
     paired, most = model.config.is_encoder_decoder, longest(model)
     if plan.saved is not None:
