@@ -60,7 +60,7 @@ class Pieces(NamedTuple):
     def of(
         self, total: int, budget: Budget | None, window: int | None
     ) -> Iterator[tuple[int, int]]:
-        """Where each call of a sequence of so many tokens begins and ends, for a layer.
+        """Begin and end of each call of a sequence of so many tokens, for a layer.
 
         In the first come also all pieces in which nothing is evicted. Not where a window drops
         tokens, nor where the policy depends on what a call was: the prompt, or one step (SnapKV's

@@ -16,6 +16,7 @@ from heedful.files import only_writer
 from heedful.hf import conversion_of
 from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
+from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_class
 from heedful_lab.commands.evaluate.answers import Answers, LanguageModel
 from heedful_lab.commands.evaluate.harness import (
@@ -343,7 +344,7 @@ def ask_harness(
     """
     samples = []
     for cache, answers in caches.items():
-        if answers.eviction:  # the harness makes caches of its own
+        if isinstance(answers.model, ConvertedModel):  # the harness makes caches of its own
             conversion_of(answers.model).eviction = None
         for name in harness.names:
             if store.harness(plan.name, name, cache) is None:
