@@ -349,7 +349,7 @@ def test_a_broken_model_is_named(tmp_path):
     model = small(positions=1024)
     model.lm_head.weight.data.fill_(float("nan"))
     model.save_pretrained(tmp_path / "broken")
-    with pytest.raises(ValueError, match="broken': .* its own outputs are not finite"):
+    with pytest.raises(ValueError, match=r"broken': .* its own outputs are not finite"):
         evaluate(evaluation_of(tmp_path, str(tmp_path / "broken"), tasks=("perplexity",), length=32,
                        tokenizer="bytes"))  # fmt: skip
 
