@@ -220,6 +220,10 @@ def test_models_that_cannot_learn_it_are_refused(tmp_path):
     heedful.convert(model, "mta")
     with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM learns any"):
         trainer_of(model, tmp_path, soft_budgets=(2, 9))
+    heedful.revert(model)
+    heedful.convert(model, "mta-selective")
+    with pytest.raises(ValueError, match="own attention, which SelectiveLowRankAttention changes"):
+        trainer_of(model, tmp_path, soft_budgets=(2, 9))
     with pytest.raises(ValueError, match="selectors of their own"):
         trainer_of(hiding(selector="head"), tmp_path, soft_budgets=(2, 9))
     with pytest.raises(ValueError, match="leave out memory_loss"):

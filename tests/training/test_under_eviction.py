@@ -125,7 +125,7 @@ def test_other_policies_and_layers_are_refused():
         EvictionInTraining(hiding(), StreamingLLM(tokens=20))
     model = tiny("llama")
     heedful.convert(model, "standard")
-    with pytest.raises(ValueError, match="gives StandardAttention 20 tokens, and it masks none"):
+    with pytest.raises(ValueError, match="gives StandardAttention 20 tokens: only layers"):
         EvictionInTraining(model, MostHidden(tokens=20))
 
 

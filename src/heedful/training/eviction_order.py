@@ -284,6 +284,11 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
     """
     kept = [x for x in layers_of(model) if x.running]
     layers = [x for x in kept if x.reports_memory or x.running != "F"]
+    if others := [type(x).__name__ for x in layers if x.tails]:
+        raise UserError(
+            f"targets='maps' compares with the base's own attention, which {others[0]} changes; "
+            "train it with the memory loss, or take --mechanism selective:selector=extra"
+        )
     if not layers:
         raise UserError(
             f"targets='maps' teaches what a cache evicts by what layers keep per token, such as F, "

@@ -60,10 +60,10 @@ class EvictionInTraining:
             self._of_modules.append(None if tokens is None else layer)
             if tokens is None:
                 continue
-            if layer.running != "F" or not layer.reports_memory:
+            if layer.running != "F" or not layer.reports_memory or layer.tails:
                 raise UserError(
-                    f"eviction gives {type(layer).__name__} {tokens} tokens, and it masks "
-                    "none: only layers of selective attention can have a budget in training"
+                    f"eviction gives {type(layer).__name__} {tokens} tokens: only layers of "
+                    "selective attention can have a budget in training"
                 )
             self._layers[layer] = tokens
         self._eviction = eviction
