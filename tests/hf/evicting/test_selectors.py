@@ -267,11 +267,6 @@ def test_what_such_a_model_cannot_do_is_said(tmp_path):
     model = beside(tiny())
     with pytest.raises(ValueError, match=r"keeps its own attention.*convert=True\) to train it"):
         heedful.look(model, tokens(1, 8))
-    with (
-        pytest.raises(ValueError, match="keeps its own attention"),
-        evicting(model, MostHidden(tokens=16)),
-    ):
-        pass
     with pytest.raises(ValueError, match="masks=False needs a selector of its own"):
         Selective(masks=False)
     with pytest.raises(ValueError, match="masks must be True or False, got 'no'"):
