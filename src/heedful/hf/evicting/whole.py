@@ -66,7 +66,7 @@ class Steps(NamedTuple):
         for start, stop in self.sizes(layer, total):
             if rows is not None and layer.map.mask_sums is not None:
                 layer.rows = SelectorRows(*(x[:, start:stop] for x in rows))
-            part = _part(mask, start, stop, query.device)
+            part = _part(mask, start, stop, query)
             part = None if part is None else columns(part, layer)
             new = (x[:, :, start:stop] for x in (query, key, value))
             q, k, v = new
@@ -80,13 +80,14 @@ class Steps(NamedTuple):
         return torch.cat(outputs, dim=1), None
 
 
-def _part(mask: Tensor | None, start: int, stop: int, device: torch.device) -> Tensor | None:
+def _part(mask: Tensor | None, start: int, stop: int, query: Tensor) -> Tensor | None:
     """The mask of some queries and all tokens before them; `None` where the family needs none."""
     if mask is not None:
         return mask[..., start:stop, :stop]
     if start == 0 or stop - start == 1:
         return None
-    return torch.ones(stop - start, stop, dtype=torch.bool, device=device).tril(start)[None, None]
+    seen = torch.ones(stop - start, stop, dtype=torch.bool, device=query.device).tril(start)
+    return seen.expand(len(query), 1, -1, -1)
 
 
 @contextmanager
