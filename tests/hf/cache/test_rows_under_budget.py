@@ -120,7 +120,10 @@ def test_wrong_calls_are_refused():
     for name in ("whole", "step"):
         with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got 0"):
             under(model, policy, ids, **{name: 0})
-    with pytest.raises(ValueError, match="evicting computes whole rows"), evicting(model, policy):
+    with (
+        pytest.raises(ValueError, match="evicting computes whole sequences"),
+        evicting(model, policy),
+    ):
         in_steps(model, ids, [8, 8])
 
 

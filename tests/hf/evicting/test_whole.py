@@ -76,3 +76,26 @@ def test_an_attention_that_cannot_be_followed_is_refused():
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="attention implementation 'flex_attention'"):
         under(model, StreamingLLM(tokens=9, sinks=2, recent=3), tokens(1, 20))
+
+
+def test_a_module_that_calls_its_attention_otherwise_is_refused(monkeypatch):
+    """Else it would be measured with all tokens, without a word."""
+    model, ids = tiny("llama"), tokens(1, 20)
+    layers = [x for x in model.modules() if hasattr(x, "layer_idx") and hasattr(x, "q_proj")]
+    forward = layers[1].forward
+
+    def own(*args, heedful_steps=None, **options):
+        return forward(*args, **options)
+
+    monkeypatch.setattr(layers[1], "forward", own)
+    with pytest.raises(ValueError, match="does not call its attention through transformers"):
+        under(model, StreamingLLM(tokens=9, sinks=2, recent=3), ids)
+    assert logits(model, ids).isfinite().all()
+
+
+def test_keys_that_layers_share_are_refused(monkeypatch):
+    model = tiny("llama")
+    shared = [x for x in model.modules() if hasattr(x, "layer_idx") and hasattr(x, "q_proj")][1]
+    monkeypatch.setattr(shared, "layer_idx", 0)
+    with pytest.raises(ValueError, match="which a cache of heedful cannot replace"):
+        under(model, StreamingLLM(tokens=9, sinks=2, recent=3), tokens(1, 20))

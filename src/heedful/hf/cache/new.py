@@ -5,7 +5,7 @@ Each attention layer has its part (base.py); eviction/ chooses what leaves under
 
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -245,19 +245,13 @@ def _unconverted(
     verify: bool,
 ) -> KVCache:
     """The cache of a model of transformers as it is; arguments as of `new_cache`."""
-    modules = decoder_modules(model, policy)
-    layers = stock_layers(model)
-    places = cache_places(modules, layers)
-    if others := sorted({type(x).__name__ for i, x in enumerate(layers) if i not in places}):
-        raise UserError(
-            f"model: {type(model).__name__} has layers that keep their tokens in "
-            f"{', '.join(others)}, which a cache of heedful cannot replace; leave cache out"
-        )
-    windows = [getattr(layers[index], "sliding_window", None) for index in places]
+    placements, layers = unconverted_placements(model, policy), stock_layers(model)
+    modules, windows = [x.module for x in placements], [x.window for x in placements]
+    places = {module.layer_idx: module for module in modules}
     if static:
         check_static(model, modules, policy)
     budgets, meter = layer_budgets(policy, len(modules)), Meter()
-    parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8, static)
+    parts = evicting_layers(modules, budgets, windows, slack, meter, int8, static)
     observed = policy is not None and policy.observes != 0
     hooks = install(places, observed)
     if verify:
@@ -267,6 +261,30 @@ def _unconverted(
     cache = KVCache(layers, meter, offloading)
     cache.model = Reference(model)
     return cache
+
+
+class Placement(NamedTuple):
+    """An attention module of a decoder as it is, and how far back its queries see."""
+
+    module: nn.Module
+    window: int | None
+
+
+def unconverted_placements(model: nn.Module, policy: Eviction | None) -> list[Placement]:
+    """The attention modules of a decoder as it is, each of which has a layer of a cache to itself.
+
+    Raises:
+        ValueError: the policy needs a converted model, or the family keeps its tokens in another
+            way.
+    """
+    layers = stock_layers(model)
+    places = cache_places(decoder_modules(model, policy), layers)
+    if others := sorted({type(x).__name__ for i, x in enumerate(layers) if i not in places}):
+        raise UserError(
+            f"model: {type(model).__name__} has layers that keep their tokens in "
+            f"{', '.join(others)}, which a cache of heedful cannot replace; leave cache out"
+        )
+    return [Placement(x, getattr(layers[i], "sliding_window", None)) for i, x in places.items()]
 
 
 def load_cache(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heedful.checks import UserError, is_whole
 from heedful.eviction import Eviction
@@ -20,11 +20,11 @@ from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import calls_of
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
-from heedful.hf.cache.new import new_cache
-from heedful.hf.cache.places import cache_for, stock_layers
-from heedful.hf.evicting.layer import EvictingLayer
-from heedful.hf.evicting.new import decoder_modules, evicting_layers
-from heedful.hf.evicting.whole import Steps, in_steps
+from heedful.hf.cache.new import new_cache, unconverted_placements
+from heedful.hf.cache.places import cache_for
+from heedful.hf.evicting.masking import SelectorRows
+from heedful.hf.evicting.new import evicting_layers
+from heedful.hf.evicting.whole import in_pieces, in_steps
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.intercept import LayerCall, intercept, interceptors
 from heedful.nn import Layer, LayerOutput
@@ -117,13 +117,16 @@ def evicting(
     if eviction is None and not int8:
         yield peaks
         return
+    pieces, acting = Pieces(whole, step), _matrices_acting(model, eviction, whole, step)
     if not modules or not modules[0].heedful.host.attends:
-        acting = _matrices_acting(model, eviction, whole, step)
-        with (
-            torch.no_grad(),
-            acting,
-            in_steps(_steps(model, eviction, int8, Pieces(whole, step), peaks)),
-        ):
+        placements = unconverted_placements(model, eviction)
+        each = zip(placements, layer_budgets(eviction, len(placements)), strict=True)
+        steps = {
+            module: _Steps(module, budget, window, int8, pieces, peaks)
+            for (module, window), budget in each
+            if budget is not None or int8
+        }
+        with torch.no_grad(), acting, in_steps(steps):
             yield peaks
         return
     if any(
@@ -134,10 +137,9 @@ def evicting(
     for module, budget in zip(modules, layer_budgets(eviction, len(modules)), strict=True):
         if budget is not None or int8:
             cache_for(module, None, budget, int8=int8)  # raises if it is not supported
-            routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)
+            routes[module.heedful] = _Route(module, budget, int8, pieces, peaks)
     reads_positions = eviction is not None and "positions" in eviction.needs
     needs = frozenset({"positions"} if reads_positions else ())
-    acting = _matrices_acting(model, eviction, whole, step)
     with torch.no_grad(), acting, intercept(model, _Routes(routes), needs):
         yield peaks
 
@@ -153,29 +155,29 @@ def _matrices_acting(
     return matrices.simulate_chunks(calls_of(new_cache(model, eviction or False), whole, step))
 
 
-def _steps(
-    model: nn.Module, eviction: Eviction | None, int8: bool, pieces: Pieces, peaks: Peaks
-) -> dict[nn.Module, Steps]:
-    """In place of attention calls of a model as it is: what steps through its caches compute."""
-    modules = decoder_modules(model, eviction)
-    layers, budgets = stock_layers(model), layer_budgets(eviction, len(modules))
-    steps = {}
-    for module, budget in zip(modules, budgets, strict=True):
-        if budget is None and not int8:
-            continue
-        window = getattr(layers[module.layer_idx], "sliding_window", None)
+class _Steps(NamedTuple):
+    """In place of attention of a model as it is: the sequence in pieces, through a layer's cache.
 
-        def new_layer(module=module, budget=budget, window=window) -> EvictingLayer:
-            return evicting_layers([module], [budget], [window], 0, Meter(), int8)[0]
+    Arguments as of `evicting_layers`, and of `_Route`.
+    """
 
-        def sizes(layer: EvictingLayer, total: int) -> Iterator[tuple[int, int]]:
-            return pieces.of(total, layer.budget, layer.window)
+    module: nn.Module
+    budget: Budget | None
+    window: int | None
+    int8: bool
+    pieces: Pieces
+    peaks: Peaks
 
-        def done(layer: EvictingLayer, batch: int, module=module) -> None:
-            peaks.note(module, layer.meter, batch)
-
-        steps[module] = Steps(new_layer, sizes, done)
-    return steps
+    def __call__(
+        self, rows: SelectorRows | None, function: Callable, module: nn.Module, query: Tensor,
+        *args: object, **options: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        meter = Meter()
+        layer = evicting_layers([module], [self.budget], [self.window], 0, meter, self.int8)[0]
+        pieces = self.pieces.of(query.shape[2], layer.budget, layer.window)
+        output = in_pieces(layer, pieces, rows, function, module, query, *args, **options)
+        self.peaks.note(module, meter, len(query))
+        return output, None
 
 
 class _Routes(NamedTuple):
@@ -203,8 +205,8 @@ class _Route:
         total = q.shape[2]
         if k.shape[2] != total:
             raise UserError(
-                "evicting computes whole rows: call the model with use_cache=False and without "
-                "a cache"
+                "evicting computes whole sequences: call the model with use_cache=False and "
+                "without a cache"
             )
         visibility = Visibility() if visibility is None else visibility
         cache = cache_for(self.module, visibility.window, self.budget, int8=self.int8)
