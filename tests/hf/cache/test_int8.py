@@ -84,6 +84,17 @@ def test_attention_is_to_quantized_tokens(name, policy, family, monkeypatch):
     assert (actual - exact).abs().max() > 1e-7
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["mta-flash", "mta-selective"])
+def test_a_long_call_of_filtered_keys_is_its_steps(name, family):
+    """Longer than the band of near keys, which are never quantized."""
+    window = {"sliding_window": 20} if family == "mistral" else {}
+    model, ids = converted(name, family, **window), tokens(2, 40)
+    whole, steps = (in_steps(model, ids, sizes, int8(model)) for sizes in ([40], [1] * 40))
+    torch.testing.assert_close(whole, steps, rtol=0, atol=1e-11)
+    assert (whole - logits(model, ids)).abs().max() > 1e-4
+
+
 MODES = {
     "padded": {"attention_mask": ragged_mask(3, 11)},
     "beams": {"num_beams": 3},

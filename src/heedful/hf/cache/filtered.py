@@ -101,7 +101,8 @@ class FilteredKeysCache(LayerCache):
             check_unchanged(layer, returned, (k, v), "a cache of filtered keys", way_out)
         (near, segments, keys), self._called, self._segments = self._called, None, None
         rows = self._tails[PLAIN_QUERIES].add(q, keep_all=self.record_past)
-        if self.counters.total > q.shape[2] or self._running:
+        # Where tokens are quantized, the first call reads what later calls read of it.
+        if self.counters.total > q.shape[2] or self._running or self.int8:
             newest = Newest(rows, near, segments, not self._filters)
             k, inputs = keys, inputs._replace(newest=newest)
         return super().attend(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
