@@ -125,13 +125,6 @@ class LayerInputs(NamedTuple):
 
         return self._replace(**{name: cut(x) for name, x in self._per_token()})
 
-    def of_heads(self, heads: slice) -> "LayerInputs":
-        """Inputs of some of the query heads."""
-        bias, sinks = self.bias, self.sinks
-        if bias is not None and bias.shape[1] > 1:
-            bias = bias[:, heads]
-        return self._replace(bias=bias, sinks=None if sinks is None else sinks[heads])
-
     def terms(
         self, q: Float[Tensor, "B H Tq D"], visibility: Visibility | None, scale: float | None
     ) -> Terms:
@@ -248,7 +241,7 @@ class Layer(nn.Module):
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     any_heads: whether each head is computed from its own queries, keys and values alone, so that
-        other heads than those of `shape` will do as well, or some of them at a time.
+        other heads than those of `shape` will do as well, as on one of several devices.
     reports_memory: whether `forward` returns memory while `tau` is set.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.

@@ -167,7 +167,7 @@ class AttentionCache(CacheLayer):
     """
 
     reads_positions = False
-    """Whether `attend` needs the positions of the new tokens."""
+    """True if `attend` needs the positions of the new tokens."""
     _aside = 0
 
     def __init__(self, layer: Layer, meter: Meter | None = None) -> None:

@@ -23,7 +23,7 @@ from heedful.eviction.selection import Moves, Padding
 from heedful.hf.cache.counters import Counters, Meter
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.layer import EvictingLayer
-from heedful.hf.evicting.masking import SelectorRows
+from heedful.hf.evicting.masking import SELECTOR_KEYS, F, SelectorRows
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.evicting.step import Step
 from heedful.hf.family.call import require
@@ -147,11 +147,11 @@ class StaticMap(SlotMap):
             rows = self.reader.batch
         masked = keys = real = start = None
         if self.mask_sums is not None:
-            self.mask_sums.fold(streams["F"], streams["selector keys"].contents, at, total)
+            self.mask_sums.fold(streams[F], streams[SELECTOR_KEYS].contents, at, total)
         with torch.inference_mode(False):  # else no call outside it could change them
             if self.mask_sums is not None:
-                masked = _padded(streams["F"].contents[:, 0, :, 0], limit)
-                keys = _padded(streams["selector keys"].contents[:, 0], limit)
+                masked = _padded(streams[F].contents[:, 0, :, 0], limit)
+                keys = _padded(streams[SELECTOR_KEYS].contents[:, 0], limit)
             if self._start is not None:
                 real = _padded(streams["real"].contents[:, 0, :, 0], limit)
                 start = self._start.clone()
@@ -190,9 +190,9 @@ class StaticMap(SlotMap):
             new["real"] = x.real.gather(1, order)[:, None, :, None]
             self._start = x.start
         if x.masked is not None:
-            new["F"] = x.masked.gather(1, order)[:, None, :, None]
+            new[F] = x.masked.gather(1, order)[:, None, :, None]
             at = order[..., None].expand(-1, -1, x.keys.shape[2])
-            new["selector keys"] = x.keys.gather(1, at)[:, None]
+            new[SELECTOR_KEYS] = x.keys.gather(1, at)[:, None]
         self.places = self.holes = None
         for name, tokens in new.items():
             self._streams[name] = Slots()

@@ -11,10 +11,9 @@ from heedful.ops.common.checks import (
     check_qkv,
     shown,
 )
-from heedful.ops.common.limits import over_grid, over_limit
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.common.terms import Terms, checked_terms
-from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.impl import Impl, choose, no_triton, over_grid, over_limit
 from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.flash import multi_token_attention_flash
 from heedful.ops.mta.low_rank import LowRank

@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heedful.ops.common.limits import padded
 from heedful.ops.common.precision import without_autocast
 from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import in_blocks
-from heedful.ops.impl import refuse_second_derivative
+from heedful.ops.impl import padded, refuse_second_derivative
 from heedful.ops.selective.fused.backward import (
     key_gradients_kernel,
     query_gradients_kernel,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heedful.ops.common.limits import over_grid, over_limit, padded
 from heedful.ops.common.terms import Terms
+from heedful.ops.impl import over_grid, over_limit, padded
 
 
 class TileLaunch(NamedTuple):
