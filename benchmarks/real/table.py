@@ -175,9 +175,9 @@ def real_earlier() -> str:
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
 
-def question_known() -> str:
-    """Needles where all of the prompt is read before anything is evicted."""
-    records = _records("known")
+def needles_alone(name: str) -> str:
+    """Needles of every policy, without perplexity."""
+    records = _records(name)
     lines = [
         [MODELS[r["model"]], POLICIES[r["policy"]], f"{r['tokens']:,}", _needles(r)]
         for r in records
@@ -418,7 +418,8 @@ BLOCKS = {
     "real-batches": batches,
     "real-gemma": lambda: real_cache("gemma"),
     "real-code": lambda: real_cache("code"),
-    "real-known": question_known,
+    "real-8192-needles": lambda: needles_alone("8192-needles"),
+    "real-known": lambda: needles_alone("known"),
     "real-numbers": several_numbers,
     "real-answers": answers,
     "real-speed-rows": partial(speed, "speed-rows"),
