@@ -88,9 +88,9 @@ class MultiToken:
             pair = isinstance(size, (tuple, list)) and len(size) == 2
             even = pair and self.centred and is_whole(size[1], 1) and size[1] % 2 == 0
             if not pair or not all(is_whole(n, 1) for n in size) or even:
+                odd = "; keys are centred, so take the next odd c_k" if self.centred else ""
                 raise UserError(
-                    f"{name} must be (c_q, c_k) with c_q >= 1 and c_k odd, got {size!r}; keys are "
-                    "centred, so take the next odd c_k"
+                    f"{name} must be (c_q, c_k) of whole numbers of at least 1, got {size!r}{odd}"
                 )
             object.__setattr__(self, name, tuple(size))  # a list, when read from JSON
         if not is_whole(self.conv_every, 1):
