@@ -277,8 +277,9 @@ def unconverted_placements(model: nn.Module, policy: Eviction | None) -> list[Pl
         ValueError: the policy needs a converted model, or the family keeps its tokens in another
             way.
     """
+    modules = decoder_modules(model, policy)
     layers = stock_layers(model)
-    places = cache_places(decoder_modules(model, policy), layers)
+    places = cache_places(modules, layers)
     if others := sorted({type(x).__name__ for i, x in enumerate(layers) if i not in places}):
         raise UserError(
             f"model: {type(model).__name__} has layers that keep their tokens in "
