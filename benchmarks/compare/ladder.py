@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[str, dict]] = {
     "rank 1, pairs": ("mta-flash", {"rank": 1}),
     "rank 2, pairs": ("mta-flash", {}),
     "rank 3, pairs": ("mta-flash", {"rank": 3}),
+    "rank 2, pairs before and after": ("mta-flash", {"mix": 2}),
     "rank 2, pairs, looking back": ("mta-flash", {"centred": False}),
 }
 RATE = 2.0  # of the task's

@@ -98,13 +98,15 @@ def _mta(name: str, two_sided: bool = False, **sizes: tuple[int, ...]) -> Mechan
 def _low_rank(
     name: str, rows: int, columns: int, centred: bool = True, two_sided: bool = False
 ) -> Mechanism:
-    """Kernels of rank two, pairs of heads mixed after the softmax."""
+    """Kernels of rank two, pairs of heads mixed after the softmax and, if centred, before it."""
+    mixing = ("mix", "post_mix") if centred else ("post_mix",)
 
     def draw(shape: Shape) -> dict[str, Tensor]:
         tensors = _qkv(shape)
         for part, size in (("u", rows), ("w", columns)):
             tensors[part] = torch.randn(shape.heads, 2, size).double() / size**0.5
-        tensors["post_mix"] = torch.randn(shape.heads // 2, 2, 2).double() / 2**0.5
+        for part in mixing:
+            tensors[part] = torch.randn(shape.heads // 2, 2, 2).double() / 2**0.5
         return tensors
 
     def call(x, impl, visibility):
@@ -117,7 +119,8 @@ def _low_rank(
 
     def identity(x):
         x = {part: tensor.clone() for part, tensor in x.items()}
-        x["post_mix"].copy_(torch.eye(2))
+        for part in mixing:
+            x[part].copy_(torch.eye(2))
         x["u"][:, 0].zero_()[:, rows // 2 if two_sided else -1] = 1
         x["w"].zero_()[:, 0, columns // 2 if centred else -1] = 1
         return x

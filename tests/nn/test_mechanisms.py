@@ -34,6 +34,7 @@ CONFIGS = {
     "forgetting identity": Forgetting("identity"),
     "gated heads": Gated("head", "identity"),
     "local layers": LocalGlobal(64, 2),
+    "pairs before and after": MultiToken((6, 11), None, 1, 2, 2, rank=2),
     "look-back": MultiToken((6, 6), None, 1, None, 2, rank=2, centred=False),
     "everything": MultiToken((2, 3), (4, 9), 3, 2, 4, "depth", "vector", "identity", "depth"),
 }
@@ -116,7 +117,10 @@ REFUSED = {
         lambda: MultiToken((6, 11), None, 1, None, 2, rank=7)
     ),
     "rank must be .* which is None; got 2": lambda: MultiToken(None, None, 1, None, 2, rank=2),
-    "rank goes with post_conv and mix of None: .* MultiToken.flash": lambda: MultiToken(rank=2),
+    "post_conv must be None with rank, got .* MultiToken.flash": lambda: MultiToken(rank=2),
+    "mix must be a group size or None with rank, got 'all'": (
+        lambda: MultiToken((6, 11), None, 1, "all", 2, rank=2)
+    ),
     "post_mix must be a group size or None with rank, got 'all'": (
         lambda: MultiToken((6, 11), None, 1, None, "all", rank=2)
     ),

@@ -15,14 +15,15 @@ IMPLS = ("tiled", "composed")
 
 def tensors(
     heads: int = 4, key_heads: int = 2, tokens: int = 50, rank: int = 2, rows: int = 6,
-    columns: int = 11, size: int = 2, by_head: bool = False,
+    columns: int = 11, size: int = 2, by_head: bool = False, before: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Those of a call, with pairs of heads or no mixing at all."""
+    """Those of a call, with pairs of heads or no mixing at all, before the softmax and after it."""
     rank = min(rank, rows, columns)
     x = {"q": draw(2, heads, tokens, 5), "k": draw(2, key_heads, tokens, 5)}
     x |= {"v": draw(2, key_heads, tokens, 5), "u": draw(heads, rank, rows)}
     x["w"] = draw(heads if by_head else key_heads, rank, columns)
-    return x | ({"post_mix": draw(heads // size, size, size)} if size else {})
+    sizes = {"mix": before, "post_mix": size}
+    return x | {name: draw(heads // n, n, n) for name, n in sizes.items() if n}
 
 
 def call(impl: str, centred: bool = True, **options):
@@ -52,8 +53,9 @@ def test_kernels_of_any_size(kernel, centred):
 
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "mutual" not in name])
 @pytest.mark.parametrize("centred", [True, False])
-def test_every_visibility(visible, centred):
-    x = tensors(tokens=150)
+@pytest.mark.parametrize("before", [0, 2])
+def test_every_visibility(visible, centred, before):
+    x = tensors(tokens=150, before=before)
     hold(x, 1e-12, centred=centred, visibility=VISIBILITIES[visible](150))
     x["q"] = x["q"][:, :, 141:]
     hold(x, 1e-12, centred=centred, visibility=VISIBILITIES[visible](150))
@@ -103,6 +105,14 @@ def test_a_window_hides_keys_and_not_what_their_neighbours_have_of_them():
 )  # fmt: skip
 def test_groups_of_heads_and_key_heads(heads, key_heads, size, across, by_head):
     hold(tensors(heads, key_heads, size=size, by_head=by_head), across_keys=across)
+    if size and not (across and by_head and heads > key_heads):
+        hold(tensors(heads, key_heads, size=0, before=size, by_head=by_head), across_keys=across)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("before", "size"), [(2, 4), (4, 2)])
+def test_groups_before_the_softmax_and_after_it_may_differ(before, size, across):
+    hold(tensors(8, 4, before=before, size=size), across_keys=across)
 
 
 def test_pairs_across_key_heads_are_pairs_of_heads_put_in_that_order():
@@ -120,8 +130,8 @@ def test_pairs_across_key_heads_are_pairs_of_heads_put_in_that_order():
 
 
 def test_mixing_across_key_heads_needs_no_convolution():
-    x = tensors()
-    rest = {name: x[name] for name in ("q", "k", "v", "post_mix")}
+    x = tensors(before=2)
+    rest = {name: x[name] for name in ("q", "k", "v", "mix", "post_mix")}
     assert_equal_in_fp64(
         *(lambda y, impl=impl: multi_token_attention(**y, across_keys=True, impl=impl)
           for impl in ("auto", "reference")), rest, 1e-13,
@@ -130,7 +140,7 @@ def test_mixing_across_key_heads_needs_no_convolution():
 
 @pytest.mark.parametrize("centred", [True, False])
 def test_sinks(centred):
-    x = tensors() | {"sinks": draw(4)}
+    x = tensors(before=2) | {"sinks": draw(4)}
     for visibility in (None, ragged(50)[0], Visibility(causal=False)):
         hold(x, centred=centred, visibility=visibility)
 
@@ -138,6 +148,7 @@ def test_sinks(centred):
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_scales_that_are_not_positive(scale):
     hold(tensors(), scale=scale)
+    hold(tensors(before=2), scale=scale)
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -151,7 +162,8 @@ def test_one_key_gives_logits_no_gradient(centred):
 
 
 def test_a_model_of_the_identity_is_standard_attention_to_the_bit_and_learns_at_once():
-    x = {name: t.float() for name, t in tensors().items()}
+    x = {name: t.float() for name, t in tensors(before=2).items()}
+    x["mix"].copy_(torch.eye(2))
     x["post_mix"].copy_(torch.eye(2))
     x["u"][:, 0] = torch.eye(6)[-1]
     x["w"].zero_()[:, 0, 5] = 1
@@ -188,13 +200,16 @@ def test_the_calls_on_a_gpu_fit_torchs_kernels(dtype, visibility):
 def test_what_it_does_not_serve():
     x = tensors()
     some = {"bias": draw(1, 1, 50, 50), "softcap": 3.0, "dropout_p": 0.1}
-    some |= {"post_conv": draw(4, 3, 5), "mix": draw(2, 2, 2)}
+    some |= {"post_conv": draw(4, 3, 5)}
     some["visibility"] = Visibility(mutual=torch.zeros(1, 50, dtype=torch.int64))
     for name, value in some.items():
         with pytest.raises(
             ValueError, match=rf"impl='tiled' does not support .* {name}.*; use conv"
         ):
             call("auto", **{name: value})(x)
+    shared = tensors(by_head=True, before=2)
+    with pytest.raises(ValueError, match=r"conv.w must be of the 2 key heads .* across_keys=False"):
+        call("auto", across_keys=True)(shared)
     with pytest.raises(ValueError, match=r"impl='fused' does not support .* of low rank"):
         call("fused")(x)
     with pytest.raises(ValueError, match="across_keys does not go with a conv of full rank"):

@@ -57,8 +57,8 @@ class MultiToken:
         rank: of the kernels before the softmax, which are then learned as factors (u over queries,
             w over keys, see `heedful.LowRank`) and computed by torch's own attention kernels with
             heads so many times as wide. Query heads that share a key head share w, and head groups
-            are taken across key heads, as within one mixing would mix no maps. `post_conv` and
-            `mix` must be `None`. `None` is any rank.
+            are taken across key heads, as within one mixing would mix no maps. `mix` multiplies the
+            width by its group. `post_conv` must be `None`. `None` is any rank.
         centred: with `rank`, kernels see keys on either side of a key. If `False` they look back
             over c_k keys, and attention is one call of SDPA.
         input_scaling: `"depth"` multiplies what the model's norms hand to attention and MLP by
@@ -123,17 +123,17 @@ class MultiToken:
                 f"rank must be a whole number from 1 to c_q and c_k of conv, which is {kernels}; "
                 f"got {self.rank!r}"
             )
-        others = {"post_conv": self.post_conv, "mix": self.mix}
-        if given := [name for name, part in others.items() if part is not None]:
+        if self.post_conv is not None:
             raise UserError(
-                f"rank goes with {' and '.join(given)} of None: it is of the kernels before the "
-                "softmax, and nothing but post_mix stands beside them; MultiToken.flash() has that"
+                f"post_conv must be None with rank, got {self.post_conv!r}: factors are of the "
+                "kernels before the softmax; MultiToken.flash() is an example"
             )
-        if self.post_mix == "all":
-            raise UserError(
-                "post_mix must be a group size or None with rank, got 'all': groups are of so many "
-                "key heads, whose values stand side by side"
-            )
+        for name in ("mix", "post_mix"):
+            if getattr(self, name) == "all":
+                raise UserError(
+                    f"{name} must be a group size or None with rank, got 'all': groups are of so "
+                    "many key heads, whose keys or values stand side by side"
+                )
 
     @classmethod
     def flash(cls) -> "MultiToken":
@@ -384,18 +384,21 @@ class LowRankAttention(MultiTokenAttention):
     """
 
     takes = frozenset({"sinks"})
-    _names = ("u", "w", "post_mix")
+    _names = ("u", "w", "mix", "post_mix")
 
     def _make(self, size: tuple[int, int] | None, post_size: None) -> None:
-        shape, group = self.shape, self.config.post_mix
-        self.conv = self.post_conv = self.mix = self.post_mix = None
-        if group is not None:
-            if shape.key_heads % group:
-                raise UserError(
-                    f"post_mix mixes heads of {group} key heads, which do not divide the model's "
-                    f"{shape.key_heads}; use a divisor or None"
-                )
-            self.post_mix = parameter(shape.heads // group, group, group)
+        shape = self.shape
+        self.conv = self.post_conv = None
+        for name in ("mix", "post_mix"):
+            group, weights = getattr(self.config, name), None
+            if group is not None:
+                if shape.key_heads % group:
+                    raise UserError(
+                        f"{name} mixes heads of {group} key heads, which do not divide the model's "
+                        f"{shape.key_heads}; use a divisor or None"
+                    )
+                weights = parameter(shape.heads // group, group, group)
+            setattr(self, name, weights)
         self.u = self.w = None
         if size is not None:
             self.u = parameter(shape.heads, self.config.rank, size[0])
@@ -414,7 +417,7 @@ class LowRankAttention(MultiTokenAttention):
 
     def _identity(self, name: str, weights: Tensor) -> Tensor:
         """Of u what further ranks have, as no w meets it."""
-        if name == "post_mix":
+        if name in ("mix", "post_mix"):
             return super()._identity(name, weights)
         identity = weights.clone() if name == "u" else torch.zeros_like(weights)
         middle = self.two_sided if name == "u" else self.config.centred
@@ -435,31 +438,39 @@ class LowRankAttention(MultiTokenAttention):
         if inputs.newest is None:
             inputs = inputs._replace(new=None)  # no step of a cache of its own
             return super()._attend(q, k, v, visibility, scale, inputs)
-        terms = inputs.terms(q, visibility, scale)
-        options = self._parts() | {"queries": q.shape[2]}
-        return filtered_attention(inputs.newest, k, v, terms=terms, **options)
+        terms, parts = inputs.terms(q, visibility, scale), self._operator()
+        return filtered_attention(
+            inputs.newest, k, v, parts, terms, queries=q.shape[2], across=self.shape.key_heads
+        )
 
     def _map(self, q, k, visibility, scale, inputs, steps=None) -> Tensor:
         if inputs.newest is None:
             return super()._map(q, k, visibility, scale, inputs, steps)
-        parts = self._parts() | {"across": self.shape.key_heads}
-        del parts["across_keys"]
-        terms = inputs.terms(q, visibility, scale)
-        return filtered_attention_map(inputs.newest, k, terms=terms, queries=q.shape[2], **parts)
+        terms, parts = inputs.terms(q, visibility, scale), self._operator()
+        return filtered_attention_map(
+            inputs.newest, k, parts, terms, queries=q.shape[2], across=self.shape.key_heads
+        )
 
     def shown(self) -> dict[str, Tensor | None]:
-        shape, mixing = self.shape, self.post_mix
-        conv = None if self.u is None else self._parts()["conv"].kernel()
-        if mixing is not None and shape.heads > shape.key_heads:
-            per_key = shape.heads // shape.key_heads
-            parts = mixing.unflatten(0, (-1, per_key)).permute(0, 2, 3, 1)  # p out in place
-            # Heads of one place are mixed, and no others of the same group of key heads.
-            mixing = torch.diag_embed(parts).transpose(2, 3).flatten(3).flatten(1, 2)
-        return {"conv": conv, "post_conv": None, "mix": None, "post_mix": mixing}
+        parameters = self._operator()
+        conv = None if self.u is None else parameters.conv.kernel()
+        mixing = {name: self._whole(getattr(self, name)) for name in ("mix", "post_mix")}
+        return {"conv": conv, "post_conv": None, **mixing}
+
+    def _whole(self, mixing: Tensor | None) -> Tensor | None:
+        """Mixing of consecutive heads: heads of one place, and no others of the same key heads."""
+        per_key = self.shape.heads // self.shape.key_heads
+        if mixing is None or per_key == 1:
+            return mixing
+        parts = mixing.unflatten(0, (-1, per_key)).permute(0, 2, 3, 1)  # p out in place
+        return torch.diag_embed(parts).transpose(2, 3).flatten(3).flatten(1, 2)
+
+    def _operator(self) -> Parameters:
+        conv = None if self.u is None else LowRank(self.u, self.w, self.config.centred)
+        return Parameters(conv, None, self.mix, self.post_mix)
 
     def _parts(self) -> dict[str, object]:
-        conv = None if self.u is None else LowRank(self.u, self.w, self.config.centred)
-        return {"conv": conv, "post_mix": self.post_mix, "across_keys": True}
+        return self._operator()._asdict() | {"across_keys": True}
 
 
 def _is_group(size: object) -> bool:

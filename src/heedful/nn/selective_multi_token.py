@@ -154,7 +154,7 @@ class SelectiveLowRankAttention(OwnSelector, LowRankAttention):
             own = None if segments is None else segments[:, -rows.shape[2] :]
             q = query_filter(conv, own).of(rows)[:, :, -queries:]
         if v is not None and groups is not None:
-            v = spread_heads(groups.values(v), k.shape[1])
+            v = spread_heads(groups.side_by_side(v), k.shape[1])
         return _Wide(q, k, v)
 
     def _groups(self) -> HeadGroups | None:

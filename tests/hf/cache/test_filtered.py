@@ -20,6 +20,7 @@ SHAPE = HeadShape(heads=4, key_heads=2, dim=8, hidden=32, layer=0)
 FORMS = {
     "flash": MultiToken.flash(),
     "look-back": MultiToken((6, 6), None, 1, None, 2, rank=2, centred=False),
+    "pairs": MultiToken((6, 11), None, 1, 2, 2, rank=2),
     "few": MultiToken((1, 3), None, 1, None, None, rank=1),
     "one key": MultiToken((4, 1), None, 1, None, 2, rank=1),
     "long": MultiToken((9, 21), None, 1, None, 2, rank=3),
@@ -45,7 +46,8 @@ def over(layer, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, padding=None) -> 
     steps: dict[str, Tensor] = {}
     inputs, visibility = LayerInputs(), Visibility(padding=padding)
     whole = layer._map(q, k, visibility, None, inputs, steps)
-    maps = masked_softmax(steps["conv" if "conv" in steps else "logits"], kept[:, None], None)
+    last = [name for name in ("logits", "conv", "mix") if name in steps][-1]
+    maps = masked_softmax(steps[last], kept[:, None], None)
     if layer.post_mix is not None:
         maps = mix_heads(maps, layer.post_mix, 2)
     assert whole.shape == maps.shape

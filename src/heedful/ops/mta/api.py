@@ -63,9 +63,9 @@ def multi_token_attention(
         conv: kernels before the softmax, one per head; the last row meets the current query, the
             centre column the same key, so the identity has its 1 at `[cq - 1, ck // 2]`. `ck` odd.
             Or the factors of kernels of low rank: attention is then that of torch's own kernels
-            with heads R times as wide, and beside it a band of near keys. They want no `post_conv`,
-            `mix`, bias, soft cap or dropout. A window hides keys, and not what `LowRank.w` puts of
-            them into their neighbours.
+            with heads R times as wide (g R times with `mix`), and beside it a band of near keys.
+            They want no `post_conv`, bias, soft cap or dropout. A window hides keys, and not what
+            `LowRank.w` puts of them into their neighbours.
         post_conv: kernels after the softmax, of the same orientation; rows are not renormalised.
         mix, post_mix: head mixing before / after the softmax, indexed `[group, out, in]` over
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
@@ -130,6 +130,12 @@ def multi_token_attention(
     check_flag("across_keys", across_keys)
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q, k.shape[1] if across_keys else None)
+    across_mix = mix is not None and across_keys and isinstance(conv, LowRank)
+    if across_mix and conv.w.shape[0] != k.shape[1]:
+        raise UserError(
+            f"conv.w must be of the {k.shape[1]} key heads where mix takes groups across them, got "
+            f"{shown(conv.w)}; give [{k.shape[1]}, R, c_k], or across_keys=False"
+        )
     flash = isinstance(conv, LowRank) or across_keys
     kernels = tuple(conv)[:2] if isinstance(conv, LowRank) else (conv,)
     implementation = choose(
@@ -198,7 +204,7 @@ def _check_factors(name: str, factors: LowRank, q: Tensor, k: Tensor) -> None:
 def _check_flash(parameters: Parameters, terms: Terms, impl: str) -> None:
     """Raise unless torch's own kernels support the call."""
     conv, visibility = parameters.conv, terms.visibility
-    others = {"post_conv": parameters.post_conv, "mix": parameters.mix, "bias": terms.bias}
+    others = {"post_conv": parameters.post_conv, "bias": terms.bias}
     others |= {"softcap": terms.softcap, "dropout_p": terms.dropout}
     given = [name for name, x in others.items() if x is not None]
     if isinstance(conv, Tensor):

@@ -18,6 +18,7 @@ from heedful.ops.common.precision import widen
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import row_blocks
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.flash import HeadGroups
 from heedful.ops.mta.low_rank import BLOCK, Band, LowRank, banded, query_filter
 from heedful.ops.mta.reference import mix_heads
@@ -51,12 +52,11 @@ def filtered_attention(
     newest: Newest,
     k: Float[Tensor, "B Hw Tk W"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    conv: LowRank,
-    post_mix: Float[Tensor, "n g g"] | None,
+    parameters: Parameters,
     terms: Terms,
     *,
     queries: int,
-    across_keys: bool,
+    across: int | None,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention` for the last `queries` tokens.
 
@@ -65,11 +65,14 @@ def filtered_attention(
         k: filtered keys, of which the last are those of the newest tokens, in order; or all as they
             are, if `newest.plain`.
         v: values of the same tokens.
-        conv, post_mix, across_keys, terms: as of `multi_token_attention`; of the terms, sinks.
+        parameters: kernels of low rank, and the mixing before and after the softmax.
+        terms: as of `multi_token_attention`; of these, sinks.
+        across: over how many key heads groups of heads are taken; `None` for consecutive heads.
     """
-    groups = None
+    post_mix, groups = parameters.post_mix, None
     if post_mix is not None:
-        groups = HeadGroups.of(newest.queries.shape[1], v.shape[1], post_mix, across_keys)
+        heads = newest.queries.shape[1]
+        groups = HeadGroups.of(heads, v.shape[1], post_mix, across is not None)
     parts = []
     for start, stop in row_blocks(queries, _ROWS, ascending=True):
         later = queries - stop
@@ -77,7 +80,7 @@ def filtered_attention(
         own = terms
         if later:
             own = terms._replace(visibility=terms.visibility.part(0, keys))
-        maps = _softmax(newest.before(later), k[:, :, :keys], stop - start, conv, own)
+        maps = _softmax(newest.before(later), k[:, :, :keys], stop - start, parameters, own, across)
         values = v[:, :, :keys]
         if groups is None:
             parts.append(few_outputs(maps, values))
@@ -90,26 +93,23 @@ def filtered_attention(
 def filtered_attention_map(
     newest: Newest,
     k: Float[Tensor, "B Hw Tk W"],
-    conv: LowRank,
-    post_mix: Float[Tensor, "n g g"] | None,
+    parameters: Parameters,
     terms: Terms,
     *,
     queries: int,
     across: int | None,
 ) -> Float[Tensor, "B H Tq Tk"]:
-    """The map that multiplies the values in `filtered_attention`, whole.
-
-    Arguments:
-        across: over how many key heads groups of heads are taken; `None` for consecutive heads.
-    """
-    maps = _softmax(newest, k, queries, conv, terms)
-    return maps if post_mix is None else mix_heads(maps, post_mix, across)
+    """The map that multiplies the values in `filtered_attention`, whole."""
+    maps = _softmax(newest, k, queries, parameters, terms, across)
+    return maps if parameters.post_mix is None else mix_heads(maps, parameters.post_mix, across)
 
 
 def _softmax(
-    newest: Newest, k: Tensor, queries: int, conv: LowRank, terms: Terms
-) -> Float[Tensor, "B H Tq Tk"]:
-    """The map before mixing, in fp32 at least."""
+    newest: Newest, k: Tensor, queries: int, parameters: Parameters, terms: Terms,
+    across: int | None,
+) -> Float[Tensor, "B H Tq Tk"]:  # fmt: skip
+    """The map before the mixing after it, in fp32 at least."""
+    conv, mix = parameters.conv, parameters.mix
     visibility, scale, sinks = terms.visibility, terms.scale, terms.sinks
     if queries == 1:
         q, near = _newest_row(newest, conv, visibility.causal, scale)
@@ -125,6 +125,8 @@ def _softmax(
             logits[..., k.shape[2] - width :] = near[..., :width].flip(-1)
         else:
             _replace_near(logits, near)
+    if mix is not None:
+        logits = mix_heads(logits, mix, across)
     if logits.requires_grad:  # the other works in place
         visible = visibility.dense(queries, k.shape[2], k.device)[:, None]
         return masked_softmax(logits, visible, None if sinks is None else sinks[:, None, None])
