@@ -2,10 +2,10 @@
 
 First a step of every form is timed beside one of standard attention: the processor time of forward,
 backward and the optimiser on one thread, the forms in turn, median of the rounds' ratios. Then each
-form is trained for as many steps as it takes in the time of standard attention's, and standard
-attention's steps once more for whoever is slower. Models have as many parameters as standard
-attention's, by the width of their MLPs, and twice the task's learning rate, which every mechanism
-chose of three (run.py).
+form is trained for as many steps as it takes in the time of the task's with standard attention
+(results of equally many steps are run.py's). Models have as many parameters as standard attention's,
+by the width of their MLPs, and twice the task's learning rate, which every mechanism chose of three
+(run.py).
 
     python -m benchmarks.compare.ladder --out runs/ladder.jsonl
 
@@ -68,19 +68,14 @@ def main() -> None:
             print(line["form"], f"{line['times_standard']:.2f}", flush=True)
     for seed in range(args.seeds):
         for form in args.only:
-            for steps in budgets(setup.hyperparameters.steps, slowness[form]):
-                train_form(setup, form, seed, steps, args.out)
+            steps = round(setup.hyperparameters.steps / max(1.0, slowness[form]))
+            train_form(setup, form, seed, steps, args.out)
 
 
 def form_of(setup: Setup, form: str) -> Attention:
     """Attention of a form."""
     name, changes = FORMS[form]
     return replace(setup.mechanism(name), **changes)
-
-
-def budgets(steps: int, slowness: float) -> tuple[int, ...]:
-    """Steps in the time of standard attention, and as many as it takes."""
-    return tuple(dict.fromkeys((round(steps / max(1.0, slowness)), steps)))
 
 
 def timed(setup: Setup, forms: list[str], rounds: int) -> Iterator[dict]:
