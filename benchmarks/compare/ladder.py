@@ -2,10 +2,9 @@
 
 First a step of every form is timed beside one of standard attention: the processor time of forward,
 backward and the optimiser on one thread, the forms in turn, median of the rounds' ratios. Then each
-form is trained for as many steps as it takes in the time of the task's with standard attention
-(results of equally many steps are run.py's). Models have as many parameters as standard attention's,
-by the width of their MLPs, and twice the task's learning rate, which every mechanism chose of three
-(run.py).
+form is trained for as many steps as it takes in the time of the task's with standard attention;
+equally many steps are in run.py. Models have as many parameters as standard attention's, by the
+width of their MLPs, and twice the task's learning rate, which every mechanism chose of three there.
 
     python -m benchmarks.compare.ladder --out runs/ladder.jsonl
 
