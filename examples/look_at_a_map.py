@@ -1,4 +1,4 @@
-"""Draw what hides what in a converted model: `python look_at_a_map.py [FOLDER]`."""
+"""Draw what masks what in a converted model: `python look_at_a_map.py [FOLDER]`."""
 
 import sys
 import tempfile
@@ -17,13 +17,13 @@ config = LlamaConfig(
     num_attention_heads=4, initializer_range=0.2,
 )  # fmt: skip
 model = AutoModelForCausalLM.from_config(config)
-heedful.convert(model, "selective")  # untrained: what it hides means nothing yet
+heedful.convert(model, "selective")  # untrained: what it masks means nothing yet
 
 layer = heedful.look(model, torch.tensor([[ord(letter) for letter in text]]))[1]
-print(f"{len(layer.weights)} heads; hidden most: {text[int(layer.hidden[0].argmax())]!r}")
+print(f"{len(layer.weights)} heads; masked most: {text[int(layer.masked[0].argmax())]!r}")
 
 figure = Figure(figsize=(9, 4.5), layout="constrained")
-panels = {"attention of head 0": layer.weights[0], "what hides what": layer.hiding[0]}
+panels = {"attention of head 0": layer.weights[0], "what masks what": layer.masking[0]}
 for axes, (title, values) in zip(figure.subplots(1, 2), panels.items(), strict=True):
     image = axes.imshow(values, cmap="Purples")
     axes.set(title=title, xlabel="key", ylabel="token")

@@ -62,8 +62,8 @@ def main() -> None:
             result = scored(model, task, eviction, args)
             note(args.out, scored_as(model, key[:3], task, eviction, result))
         results = {(x[1], x[5]) for x in recorded_keys(args.out) if x[3].startswith("searched")}
-        hides = all(m.heedful.running == "F" for m in attention_modules(model))
-        if args.by_layer is not None and hides and (name, task.length) not in results:
+        masks = all(m.heedful.running == "F" for m in attention_modules(model))
+        if args.by_layer is not None and masks and (name, task.length) not in results:
             searched(model, task, name, args)
 
 

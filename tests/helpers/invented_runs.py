@@ -37,8 +37,8 @@ def looks() -> list[ModelLook]:
     rng = torch.Generator().manual_seed(0)
     size = len(TOKENS)
     maps = torch.rand(2, size, size, generator=rng).tril()
-    hiding = torch.zeros(1, size, size)
-    hiding[0, 5, 0], hiding[0, 6, 1] = 2.41, 9.0
+    masking = torch.zeros(1, size, size)
+    masking[0, 5, 0], masking[0, 6, 1] = 2.41, 9.0
     kernels = torch.randn(5, 6, 11, generator=rng)
     identity = torch.zeros(1, 2, 3)
     identity[0, 1, 1] = 1
@@ -46,5 +46,5 @@ def looks() -> list[ModelLook]:
     return [
         ModelLook("blocks", "mta", TOKENS, {0: learned}),
         ModelLook("blocks", "standard", ["a"] * 60, {0: LayerLook(torch.eye(60)[None])}),
-        ModelLook("blocks", "selective", TOKENS, {1: LayerLook(maps, hiding, hiding.sum(1))}),
+        ModelLook("blocks", "selective", TOKENS, {1: LayerLook(maps, masking, masking.sum(1))}),
     ]

@@ -204,9 +204,9 @@ def test_maps_hide_what_is_forgotten():
     module, (q, k, v, x) = forgetting(), qkvx(9)
     maps = module.maps(q, k, inputs=LayerInputs(input=x))
     expected = -gates(module, x)[..., None] * torch.ones(9, 9, dtype=torch.float64).tril(-1)
-    torch.testing.assert_close(maps.hiding, expected, **EXACT)
+    torch.testing.assert_close(maps.masking, expected, **EXACT)
     state = module(q, k, v, inputs=LayerInputs(input=x)).state
-    torch.testing.assert_close(maps.hiding.sum(2), state, **EXACT)
+    torch.testing.assert_close(maps.masking.sum(2), state, **EXACT)
 
 
 def test_refused():

@@ -41,16 +41,16 @@ def drawn() -> tuple[list[Tensor], LayerInputs]:
 def defined(layer, q, k, v, inputs: LayerInputs, visibility: Visibility) -> tuple[Tensor, Tensor]:
     """The whole map, convolved, less F, mixed after the softmax; and F after the last query."""
     selectors = layer.own_selector(q, inputs)
-    hiding = selection(*selectors, layer.keeps_first, visibility, 8**-0.5)
+    masking = selection(*selectors, layer.keeps_first, visibility, 8**-0.5)
     steps: dict[str, Tensor] = {}
     conv, terms = LowRank(layer.u, layer.w, False), Terms(visibility, 8**-0.5)
     multi_token_attention_map(q, k, Parameters(conv), terms, steps=steps)
-    logits = steps["conv"] - (hiding.cumsum(2) - hiding)
+    logits = steps["conv"] - (masking.cumsum(2) - masking)
     visible = visibility.dense(TOKENS, TOKENS, q.device)[:, None]
     weights = masked_softmax(logits, visible, None)
     if layer.post_mix is not None:
         weights = mix_heads(weights, layer.post_mix, 2)
-    return weights @ v.repeat_interleave(2, dim=1), hiding.sum(2)
+    return weights @ v.repeat_interleave(2, dim=1), masking.sum(2)
 
 
 @pytest.mark.parametrize("name", VISIBILITIES)

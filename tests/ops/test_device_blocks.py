@@ -200,7 +200,7 @@ def test_a_tile_of_a_long_sequence_has_fewer_rows(monkeypatch):
     assert rows == [256, 256, 128, 64]
     scope = tiles.Scope(sight, 4096, 4096, meta, composed=True)
     for start in range(0, 4096, 64):
-        scope.hidden(range(start, start + 64), range(start + 64))
+        scope.masked(range(start, start + 64), range(start + 64))
     assert len(scope._masks) <= 4
 
 
@@ -235,8 +235,8 @@ def test_a_window_and_documents_keep_their_masks_apart():
     """Masks that distances decide are kept; those that documents decide are not."""
     sight, cpu = tiles.Sight(None, False, True, 9), torch.device("cpu")
     scope = tiles.Scope(sight, 60, 60, cpu, composed=True)
-    first = scope.hidden(range(10, 20), range(0, 20)).mask
-    assert scope.hidden(range(30, 40), range(20, 40)).mask is first
-    assert scope.hidden(range(30, 40), range(16, 40)).mask is not first
+    first = scope.masked(range(10, 20), range(0, 20)).mask
+    assert scope.masked(range(30, 40), range(20, 40)).mask is first
+    assert scope.masked(range(30, 40), range(16, 40)).mask is not first
     dense = Visibility(window=9).dense(60, 60, cpu)
     assert torch.equal(~first[0, 0], dense[0, 10:20, :20])

@@ -51,7 +51,7 @@ def test_documents_and_mutual_tokens_are_not_looked_at():
     numbers = torch.zeros(2, 130, dtype=torch.int64, device=META)
     scope = Scope(Sight(numbers, True, True, None, numbers), 130, 130, META, composed=True)
     assert scope.columns(range(0, 64)) == range(0, 130)
-    assert scope.hidden(range(0, 64), range(0, 130)).mask.device == META
+    assert scope.masked(range(0, 64), range(0, 130)).mask.device == META
     assert scope.row_documents(-2, 64).shape == (2, 66)
     assert {x.device for x in segment_bounds(numbers)} == {META}
 

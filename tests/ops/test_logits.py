@@ -389,7 +389,7 @@ def test_a_sink_scales_its_own_head_alone(mechanism, impl):
 
 
 @each_impl
-def test_what_is_hidden_from_is_not_the_sink(impl):
+def test_what_is_masked_from_is_not_the_sink(impl):
     """F takes weight from tokens; the sink keeps its logit."""
     tensors = SINKS.tensors(selecting, Shape().long(30))
     state = torch.full((2, 1, 30), 200.0, dtype=torch.float64)

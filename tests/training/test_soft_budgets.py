@@ -27,7 +27,7 @@ from helpers.small_models import save_base_of_bytes
 LENGTH = 70
 
 
-def hiding(family: str = "llama", selector: str = "extra", strength: float = 0.5):
+def masking(family: str = "llama", selector: str = "extra", strength: float = 0.5):
     torch.manual_seed(0)
     mechanism = Selective(selector, dim=None if selector == "head" else 3)
     return varied(tiny(family), mechanism, strength)
@@ -58,7 +58,7 @@ def test_the_loss_is_its_formula(family, monkeypatch):
     """Query by query, of the base's own attention maps; softcap, windows and sinks included."""
     monkeypatch.setattr("heedful.training.eviction_order.CHUNK", 8)
     monkeypatch.setattr("heedful.training.eviction_order.QUERIES", 9)
-    model = hiding(family).double()
+    model = masking(family).double()
     ids, cache = tokens(2, LENGTH), 20
     heads = {}
 
@@ -76,9 +76,9 @@ def test_the_loss_is_its_formula(family, monkeypatch):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         standard = heedful.Standard().build(layer.shape)
         maps = standard.maps(q, k, visibility=visibility, scale=scale, inputs=inputs).weights
-        hiding_map = selection(*layer.selectors(q, k, inputs), True, visibility, scale)
+        masking_map = selection(*layer.selectors(q, k, inputs), True, visibility, scale)
         ends = [min(8 * (c + 1), LENGTH) for c in range(math.ceil(LENGTH / 8))]
-        f = torch.stack([hiding_map[:, :, :end].sum(2).amin(1) for end in ends], 1)
+        f = torch.stack([masking_map[:, :, :end].sum(2).amin(1) for end in ends], 1)
         visible = visibility.dense(LENGTH, LENGTH, q.device).expand(2, -1, -1)
         shares = cached_shares(f, visible[:, [end - 1 for end in ends]], cache)
         size = [0.0, 0.0]
@@ -104,7 +104,7 @@ def test_the_loss_is_its_formula(family, monkeypatch):
 
 
 def test_a_cache_for_all_tokens_costs_nothing():
-    model, ids = hiding(), tokens(2, LENGTH)
+    model, ids = masking(), tokens(2, LENGTH)
     assert loss_of(model, ids, ids, LENGTH).item() == pytest.approx(0, abs=1e-6)
     assert loss_of(model, ids, ids, 20).item() > 0.05
 
@@ -112,7 +112,7 @@ def test_a_cache_for_all_tokens_costs_nothing():
 def test_while_it_is_observed_a_model_in_training_is_the_base():
     """And in eval mode, or afterwards, what it was."""
     base, ids = tiny("llama"), tokens(2, LENGTH)
-    model = hiding()
+    model = masking()
     model.load_state_dict(base.state_dict(), strict=False)
     plain = model.eval()(input_ids=ids, use_cache=False).logits
     order = EvictionOrderLoss(model)
@@ -127,7 +127,7 @@ def test_while_it_is_observed_a_model_in_training_is_the_base():
 
 def test_answers_are_read_where_only_answers_are_learned():
     """Half of the queries are the answers' then, with twice the weight."""
-    model, ids = hiding(), tokens(1, 300)
+    model, ids = masking(), tokens(1, 300)
     labels = torch.full_like(ids, -100)
     labels[0, 250:260] = ids[0, 250:260]
     order = EvictionOrderLoss(model)
@@ -157,7 +157,7 @@ def losses_around_training(model, folder: Path) -> tuple[torch.Tensor, float, fl
 
 
 def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
-    model = hiding(strength=0.05)
+    model = masking(strength=0.05)
     ids, first, last = losses_around_training(model, tmp_path)
     assert last < 0.9 * first
     order = EvictionOrderLoss(model)
@@ -195,7 +195,7 @@ def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
     """The loss of a model whose F is a thousand times as large is the same to the last digits."""
     losses = []
     for factor in (1, 1000):
-        model = hiding()
+        model = masking()
         for layer in layers_of(model):
             layer.query.weight.data *= factor
         trainer = trainer_of(model, tmp_path, soft_budgets=(20, 30))
@@ -211,7 +211,7 @@ def test_each_step_draws_a_cache_the_same_for_the_same_seed(tmp_path, monkeypatc
         lambda self, n: budgets.append(n) or sum(x.f.sum() for x in self._reports) * 0,
     )  # fmt: skip
     for _ in range(2):
-        trainer_of(hiding(), tmp_path, steps=40, soft_budgets=(2, 9)).train()
+        trainer_of(masking(), tmp_path, steps=40, soft_budgets=(2, 9)).train()
     assert budgets[:40] == budgets[40:] and min(budgets) == 2 and max(budgets) == 9
 
 
@@ -225,9 +225,9 @@ def test_models_that_cannot_learn_it_are_refused(tmp_path):
     with pytest.raises(ValueError, match="own attention, which SelectiveLowRankAttention changes"):
         trainer_of(model, tmp_path, soft_budgets=(2, 9))
     with pytest.raises(ValueError, match="selectors of their own"):
-        trainer_of(hiding(selector="head"), tmp_path, soft_budgets=(2, 9))
+        trainer_of(masking(selector="head"), tmp_path, soft_budgets=(2, 9))
     with pytest.raises(ValueError, match="leave out memory_loss"):
-        trainer_of(hiding(), tmp_path, soft_budgets=(2, 9), memory_loss=0.1)
+        trainer_of(masking(), tmp_path, soft_budgets=(2, 9), memory_loss=0.1)
 
 
 def test_those_of_a_recipe_grow_with_the_length():

@@ -34,7 +34,7 @@ def short_chunks(monkeypatch):
         monkeypatch.setattr(f"heedful.training.{name}.CHUNK", CHUNK)
 
 
-def hiding(selector: str = "extra", family: str = "llama"):
+def masking(selector: str = "extra", family: str = "llama"):
     torch.manual_seed(0)
     return varied(tiny(family), Selective(selector, dim=None if selector == "head" else 3), 0.1)
 
@@ -48,7 +48,7 @@ def in_training(model, policy, ids) -> torch.Tensor:
 @pytest.mark.parametrize("selector", ["extra", "head"])
 def test_in_training_a_model_reads_what_its_caches_have(short_chunks, selector, family):
     """To the last digits: what steps of a chunk with real caches compute in evaluation mode."""
-    model, ids = hiding(selector, family), tokens(2, 51)
+    model, ids = masking(selector, family), tokens(2, 51)
     with evicting(model.eval(), POLICY, CHUNK, CHUNK):
         expected = logits(model, ids)
     torch.testing.assert_close(in_training(model, POLICY, ids), expected, rtol=0, atol=1e-9)
@@ -58,7 +58,7 @@ def test_in_training_a_model_reads_what_its_caches_have(short_chunks, selector, 
 
 
 def test_factors_are_those_of_the_step_and_scale_the_budgets(short_chunks):
-    model, ids = hiding(), tokens(2, 51)
+    model, ids = masking(), tokens(2, 51)
     owner = EvictionInTraining(model, POLICY)
     factors = []
     for step in (*range(400), 0):
@@ -75,7 +75,7 @@ def test_factors_are_those_of_the_step_and_scale_the_budgets(short_chunks):
 
 
 def test_weights_have_gradients_and_selectors_none(short_chunks):
-    model = hiding()
+    model = masking()
     in_training(model, POLICY, tokens(2, 51)).square().sum().backward()
     for name, p in model.named_parameters():
         evicted = ".heedful." in name and "layers.2." not in name
@@ -84,7 +84,7 @@ def test_weights_have_gradients_and_selectors_none(short_chunks):
 
 def test_what_is_evicted_matters_no_more(short_chunks):
     """Bit for bit: values of a token that both caches have evicted."""
-    model = hiding()
+    model = masking()
     layers = [x for x in model.modules() if isinstance(x, heedful.nn.Layer)]
     q, k, v = torch.randn(3, 1, 4, 51, 8, dtype=torch.float64)
     inputs = heedful.nn.LayerInputs(input=torch.randn(1, 51, 32, dtype=torch.float64))
@@ -101,7 +101,7 @@ def test_what_is_evicted_matters_no_more(short_chunks):
 
 
 def test_evaluations_in_training_have_the_budgets_themselves(short_chunks, tmp_path):
-    model, ids = hiding(), tokens(2, 51)
+    model, ids = masking(), tokens(2, 51)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter is model.lm_head.weight)
     data = [{"input_ids": row, "labels": row} for row in ids]
@@ -122,7 +122,7 @@ def test_evaluations_in_training_have_the_budgets_themselves(short_chunks, tmp_p
 
 def test_other_policies_and_layers_are_refused():
     with pytest.raises(ValueError, match="eviction must be MostHidden"):
-        EvictionInTraining(hiding(), StreamingLLM(tokens=20))
+        EvictionInTraining(masking(), StreamingLLM(tokens=20))
     model = tiny("llama")
     heedful.convert(model, "standard")
     with pytest.raises(ValueError, match="gives StandardAttention 20 tokens: only layers"):

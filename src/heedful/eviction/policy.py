@@ -135,7 +135,7 @@ class Eviction:
         name, kind = type(self).__name__, type(layer).__name__
         if "F" in self.needs and layer.running != "F":
             raise UserError(
-                f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
+                f"eviction: {name} needs a mechanism that masks tokens (selective or forgetting "
                 f"attention), and this layer is {kind}; take another policy"
             )
         own = [x for x in self.needs if isinstance(x, str) and x not in OF_EVERY_LAYER]

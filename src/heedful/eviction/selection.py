@@ -279,9 +279,9 @@ def attention_received(
         )  # fmt: skip
         newest = maps.weights[:, :, max(0, new - queries - start) :]
         received[:, :cut] += newest.float().abs().mean(1).sum(1)
-        if maps.hiding is not None:
-            hiding = maps.hiding.sum(2)
-            state = hiding if state is None else pad(state, (0, cut - state.shape[2])) + hiding
+        if maps.masking is not None:
+            masking = maps.masking.sum(2)
+            state = masking if state is None else pad(state, (0, cut - state.shape[2])) + masking
     return received
 
 

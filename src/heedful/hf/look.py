@@ -1,4 +1,4 @@
-"""Look into a converted model: attention maps, what hides what, learned kernels."""
+"""Look into a converted model: attention maps, what masks what, learned kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class LayerLook(NamedTuple):
     """Attention matrices of one layer for one sequence, and multi-token attention's kernels.
 
     weights: the map that multiplies the values, `[H, T, T]`; differential has one per pair.
-    hiding: for selective attention, how much token p hides token j from later ones, `[Hs, T, T]`.
-    hidden: its sum over all tokens p: how far each token ends up hidden, `[Hs, T]`.
+    masking: for selective attention, how much token p masks token j from later ones, `[Hs, T, T]`.
+    masked: its sum over all tokens p: F of each token at the end, `[Hs, T]`.
     heads_per_map: how many heads of the model share a map: two in differential attention.
     conv, post_conv, mix, post_mix: the layer's parameters, as the operator takes them.
     two_sided: whether kernels look at later queries too, with the current one in the middle row.
@@ -32,8 +32,8 @@ class LayerLook(NamedTuple):
     """
 
     weights: Float[Tensor, "H T T"]
-    hiding: Float[Tensor, "Hs T T"] | None = None
-    hidden: Float[Tensor, "Hs T"] | None = None
+    masking: Float[Tensor, "Hs T T"] | None = None
+    masked: Float[Tensor, "Hs T"] | None = None
     heads_per_map: int = 1
     conv: Float[Tensor, "H cq ck"] | None = None
     post_conv: Float[Tensor, "H cq2 ck2"] | None = None
@@ -133,9 +133,9 @@ def _look(layer: Layer, qkv: tuple, options: dict, steps: bool) -> LayerLook:
     maps = layer.maps(q, k, **options)
     weights = maps.weights[0].cpu()
     look = LayerLook(weights, heads_per_map=layer.shape.heads // len(weights))
-    if maps.hiding is not None:
-        hiding = maps.hiding[0].cpu()
-        look = look._replace(hiding=hiding, hidden=hiding.sum(1))
+    if maps.masking is not None:
+        masking = maps.masking[0].cpu()
+        look = look._replace(masking=masking, masked=masking.sum(1))
     if isinstance(layer, MultiTokenAttention):
         shown = layer.shown()
         copies = {name: None if x is None else x.cpu().clone() for name, x in shown.items()}

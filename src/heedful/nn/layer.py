@@ -184,12 +184,12 @@ class Maps(NamedTuple):
     """Attention matrices of a layer, dense: for inspection.
 
     weights: the maps that multiply the values, `[B, H, Tq, Tk]` (differential: one per pair).
-    hiding: how much token p hides token j from later ones, `[B, Hs, Tq, Tk]`; `None` without.
+    masking: how much token p masks token j from later ones, `[B, Hs, Tq, Tk]`; `None` without.
     groups: which token belongs to which group; `None` without.
     """
 
     weights: Float[Tensor, "B H Tq Tk"]
-    hiding: Float[Tensor, "B Hs Tq Tk"] | None = None
+    masking: Float[Tensor, "B Hs Tq Tk"] | None = None
     groups: Groups | None = None
 
 

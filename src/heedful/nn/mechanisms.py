@@ -139,7 +139,7 @@ TABLE = (
         "selective",
         Selective(),
         False,
-        "head 0 hides tokens from later ones",
+        "head 0 masks tokens from later ones",
         selective_attention,
         {"selective": lambda leaves: leaves},
     ),

@@ -26,7 +26,7 @@ from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.common.terms import Terms
 from heedful.ops.selective.decode import selective_attention_few
-from heedful.ops.selective.reference import hidden_sums, selection
+from heedful.ops.selective.reference import mask_sums, selection
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Selective:
 
     Arguments:
         selector: `"head"` (one of the layer's heads, the published form, no parameters),
-            `"mean"` (the mean of all heads' logits), `"per-head"` (every head hides for itself),
+            `"mean"` (the mean of all heads' logits), `"per-head"` (every head masks for itself),
             `"bilinear"` (own query and key projections of the layer's input), or `"extra"` (the
             same, its key projection zero-initialised: unchanged outputs at initialisation).
         head: the head that selects, for `selector="head"`.
@@ -202,13 +202,13 @@ class SelectiveAttention(OwnSelector):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         output = attend(q, k, v, visibility=visibility, scale=scale, inputs=inputs, impl=self.impl)
         first = self.config.protect_first
-        state = hidden_sums(selector_q, selector_k, first, visibility, scale)
+        state = mask_sums(selector_q, selector_k, first, visibility, scale)
         if inputs.state is not None:
             state = state + pad(inputs.state, (0, k.shape[2] - inputs.state.shape[2]))
         return LayerOutput(output, state)
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
-        """The softmax of what is left of the logits, per head, and what hides what."""
+        """The softmax of what is left of the logits, per head, and what masks what."""
         terms = inputs.terms(q, visibility, scale)
         selectors = self.selectors(q, k, inputs)
         return masked_maps(q, k, selectors, self.config, inputs.state, terms)
@@ -224,7 +224,7 @@ class SelectiveAttention(OwnSelector):
         return [Step("logits", logits.masked_fill(~visible, -torch.inf), True)]
 
     def selectors(self, q: Tensor, k: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
-        """The two tensors whose product hides: `[B, 1 or H, T, Ds]` for queries and keys."""
+        """The two tensors whose product masks: `[B, 1 or H, T, Ds]` for queries and keys."""
         match self.config.selector:
             case "head":
                 head = self.config.head
@@ -248,8 +248,8 @@ def masked_maps(
 ) -> Maps:
     """The softmax of logits that are less by F, and what masks what; `state` as of a layer."""
     visibility, scale, bias, softcap, sinks, _ = terms
-    hiding = selection(*selectors, config.protect_first, visibility, scale)
-    f = hiding.cumsum(2) - hiding
+    masking = selection(*selectors, config.protect_first, visibility, scale)
+    f = masking.cumsum(2) - masking
     if state is not None:
         f = f + pad(state, (0, k.shape[2] - state.shape[2]))[:, :, None]
     visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
@@ -259,4 +259,4 @@ def masked_maps(
     logits = logits - f if config.masks else logits
     logits = logits if bias is None else logits + bias
     sinks = None if sinks is None else sinks[:, None, None]
-    return Maps(masked_softmax(logits, visible, sinks), hiding)
+    return Maps(masked_softmax(logits, visible, sinks), masking)

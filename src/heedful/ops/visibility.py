@@ -47,11 +47,11 @@ class Visibility:
 
     A query sees a key when every given condition holds: the key is not later (`causal`), is less
     than `window` tokens away, belongs to the same document, and neither token is padding. A query
-    that sees nothing (a padded one) gets the output zero. Hidden tokens must hold finite numbers
+    that sees nothing (a padded one) gets the output zero. Masked tokens must hold finite numbers
     all the same: as in SDPA their weight is zero, and zero times NaN is NaN.
 
     Arguments:
-        causal: hide later keys. Selective attention requires it.
+        causal: mask later keys. Selective attention requires it.
         window: how many tokens a query sees, itself included; `None` is no limit. Without causal
             order it counts to either side: a query sees the keys less than `window` tokens away.
         documents: document number of every token, `[B or 1, Tk]`; documents are contiguous runs. A

@@ -183,8 +183,8 @@ class EvictionOrderLoss:
         dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
         if layer.running == "F":
             selectors = layer.selectors(q, k, inputs)
-            hiding = selection(*selectors, layer.config.protect_first, visibility, scale)
-            f, visible = after_chunks(hiding, dense)
+            masking = selection(*selectors, layer.config.protect_first, visibility, scale)
+            f, visible = after_chunks(masking, dense)
         else:
             options = {"visibility": visibility, "scale": scale, "inputs": inputs}
             f, visible = _set_once(layer(q, k, v, **options).state, dense)
@@ -239,15 +239,15 @@ class StandardAround:
 
 
 def after_chunks(
-    hiding: Float[Tensor, "B Hs T T"], dense: Bool[Tensor, "B T T"]
+    masking: Float[Tensor, "B Hs T T"], dense: Bool[Tensor, "B T T"]
 ) -> tuple[Float[Tensor, "B C T"], Bool[Tensor, "B C T"]]:
     """F after each chunk of `CHUNK` tokens, and what the last query of the chunk sees.
 
     A cache evicts a token for all heads, by the selector that masks it least.
     """
-    tokens = hiding.shape[3]
+    tokens = masking.shape[3]
     rest = -tokens % CHUNK
-    chunks = torch.nn.functional.pad(hiding, (0, 0, 0, rest)).unflatten(2, (-1, CHUNK))
+    chunks = torch.nn.functional.pad(masking, (0, 0, 0, rest)).unflatten(2, (-1, CHUNK))
     return chunks.sum(3).cumsum(2).amin(1), dense[:, _ends(dense)]
 
 

@@ -127,7 +127,7 @@ class MemoryLoss(AuxOutputs):
     sequences without padding, each of one document, this is the mean over sequences of the paper's
     term. `i` counts what query i sees before itself: earlier real tokens of its document, and
     within a sliding window only those, as a key that has left the window is needed by nobody. Where
-    several selectors hide (`selector="per-head"`), F's sum is their mean. Other layers that report
+    several selectors mask (`selector="per-head"`), F's sum is their mean. Other layers that report
     memory say what they count. The gradient goes through one position per document and layer, the
     first of the largest.
 

@@ -110,9 +110,9 @@ class EvictionInTraining:
         q, k, _, view, scale, inputs = call
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        hiding = selection(*layer.selectors(q, k, inputs), layer.config.protect_first, view, scale)
-        bias = hiding - hiding.cumsum(2) if layer.config.masks else torch.zeros_like(hiding)
-        order = after_chunks(hiding, dense)
+        masking = selection(*layer.selectors(q, k, inputs), layer.config.protect_first, view, scale)
+        bias = masking - masking.cumsum(2) if layer.config.masks else torch.zeros_like(masking)
+        order = after_chunks(masking, dense)
         cached = cached_tokens(*order, self.budget(layer) - 1, *self._protected(layer))
         return bias.masked_fill(~_attendable(cached, tokens)[:, None], _EVICTED)
 

@@ -55,8 +55,8 @@ figcaption { margin-top: .3rem; }
 @media (prefers-color-scheme: dark) {
   :root:not(:has(#light:checked)) img:not(.as-it-is) { filter: invert(.91) hue-rotate(180deg); }
 }
-.hiding { margin-bottom: 1.4rem; }
-.hiding ol { columns: 17rem; font-size: .88rem; }
+.masking { margin-bottom: 1.4rem; }
+.masking ol { columns: 17rem; font-size: .88rem; }
 .tokens { font-family: ui-monospace, monospace; line-height: 1.75; }
 .tokens > * { display: inline-block; padding: 0 1px; margin-right: 1px; border-radius: 2px;
   background: color-mix(in srgb, #D55E00 calc(var(--hid) * .6), transparent);
@@ -78,7 +78,7 @@ summary { cursor: pointer; }
   .wide { overflow: visible; }
   table { font-size: 8pt; }
   th, td { padding: .15rem .6rem .15rem 0; }
-  tr, .hiding { break-inside: avoid; }
+  tr, .masking { break-inside: avoid; }
   .pictures { grid-template-columns: 1fr 1fr; }
   details::details-content { content-visibility: visible; block-size: auto; }
 }

@@ -374,7 +374,7 @@ def test_wrong_policies_are_refused(message):
 
 
 def test_what_a_policy_cannot_serve_is_refused():
-    with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
+    with pytest.raises(ValueError, match="MostHidden needs a mechanism that masks tokens"):
         heedful.new_cache(converted("standard"), MostHidden(tokens=64))
     with pytest.raises(ValueError, match="does not support MultiTokenAttention with a convolution"):
         heedful.new_cache(converted("mta-everywhere"), StreamingLLM(tokens=64))

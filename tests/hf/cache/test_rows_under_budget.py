@@ -110,7 +110,7 @@ def test_the_model_is_as_it_was_also_after_an_error():
         under(model, StreamingLLM(tokens=(14, 14, 14)), ids)
     heedful.revert(model)
     heedful.convert(model, {"selective": [0], "standard": [1]})
-    with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
+    with pytest.raises(ValueError, match="MostHidden needs a mechanism that masks tokens"):
         under(model, MostHidden(tokens=14), ids)
     assert not interceptors()
 

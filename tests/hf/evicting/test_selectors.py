@@ -276,7 +276,7 @@ def test_what_such_a_model_cannot_do_is_said(tmp_path):
         in_steps(tiny(), tokens(1, 8), [8], cache)
     mixed = tiny()
     replace_attention(mixed, {RANKED: [0, 2]}, attends=False)
-    with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
+    with pytest.raises(ValueError, match="MostHidden needs a mechanism that masks tokens"):
         heedful.new_cache(mixed, MostHidden(tokens=16))
     heedful.new_cache(mixed, MostHidden(tokens=(16, None, 16)))
     heedful.new_cache(mixed, StreamingLLM(tokens=16))

@@ -109,7 +109,7 @@ def test_what_is_saved_evicts_the_same(tmp_path):
 
 def test_gates_and_masks_are_not_each_other():
     gated, plain = converted(), plain_of("standard")
-    with pytest.raises(ValueError, match=r"needs a mechanism that hides tokens .* Retention"):
+    with pytest.raises(ValueError, match=r"needs a mechanism that masks tokens .* Retention"):
         heedful.new_cache(gated, MostHidden(20))
     for model in (plain, plain_of("selective"), plain_of("forgetting")):
         with pytest.raises(ValueError, match=r"LowestGate needs 'gate', which .* does not keep"):

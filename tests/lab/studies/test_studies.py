@@ -219,23 +219,23 @@ def test_a_model_is_fine_tuned_and_scored_under_small_caches(run, trained):
     """Standard attention begins with a selective model's weights, and learns to hide after it."""
     training = ("--task", "recall", "--steps", 2, "--batch", 2)
     run("small_caches.teach", trained, *training, "--mechanism", "standard", "--to", "standard")
-    run("small_caches.teach", "standard", *training, "--mechanism-rate", 20, "--to", "hiding")
-    report = json.loads(Path("hiding/taught.json").read_text())
-    standard, hiding = (heedful.load(x, budgets=False) for x in ("standard", "hiding"))
+    run("small_caches.teach", "standard", *training, "--mechanism-rate", 20, "--to", "masking")
+    report = json.loads(Path("masking/taught.json").read_text())
+    standard, masking = (heedful.load(x, budgets=False) for x in ("standard", "masking"))
     # An extra selector hides nothing before it has learnt: the score is that of its start.
     assert report["before"] == json.loads(Path("standard/taught.json").read_text())["after"]
-    kinds = [type(m.model.layers[0].self_attn.heedful).__name__ for m in (standard, hiding)]
+    kinds = [type(m.model.layers[0].self_attn.heedful).__name__ for m in (standard, masking)]
     assert kinds == ["StandardAttention", "SelectiveAttention"]
 
     scored = ("--budgets", 0.5, "--rows", 4, "--batch", 2, "--out", "scored.jsonl")
-    run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
+    run("small_caches.run", "a=standard", "b=masking", *scored, "--by-layer", 0.5)
     records = read(Path("scored.jsonl"), UnderBudget)
     assert {x.policy for x in records if x.mechanism == "b"} > {"whole", "MostHidden", "Random"}
     searched = [x for x in records if x.policy.startswith("searched")]
     assert [x.mechanism for x in searched] == ["b"]  # what hides nothing has no such search
     budgets = [int(x) for x in searched[0].policy.split()[1].split("/")]
     assert all(13 <= x <= 96 for x in budgets) and searched[0].tokens == round(sum(budgets) / 2)
-    run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
+    run("small_caches.run", "a=standard", "b=masking", *scored, "--by-layer", 0.5)
     assert len(read(Path("scored.jsonl"), UnderBudget)) == len(records)
 
 
@@ -256,9 +256,9 @@ def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
         gates = [x for key, x in state.items() if ".retention." in key]
         assert bool(gates) == (name == "retention-gate") and all(x.any() for x in gates)
         assert not gates or report["before"] == report["after"]
-    run("small_caches.teach", "forgetting", *training, "--to", "hiding")  # F is not a selector's
-    hiding = heedful.load("hiding", budgets=False).model.layers[0].self_attn.heedful
-    assert type(hiding).__name__ == "SelectiveAttention"
+    run("small_caches.teach", "forgetting", *training, "--to", "masking")  # F is not a selector's
+    masking = heedful.load("masking", budgets=False).model.layers[0].self_attn.heedful
+    assert type(masking).__name__ == "SelectiveAttention"
     acting = ("--mechanism", "self-pruned", "--window", 5, "--rate", 0.1, "--memory-loss", 0.5)
     run("small_caches.teach", "standard", *training, *acting, "--to", "self-pruned")
     pruned = load("self-pruned", budgets=False).model.layers[0].self_attn.heedful

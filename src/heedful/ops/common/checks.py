@@ -172,7 +172,7 @@ def check_bias(bias: Tensor | None, q: Tensor, keys: int) -> None:
         )
     if _seen_infinite(bias):
         raise UserError(
-            "bias must be finite, got NaN or infinity in it; hide tokens with visibility, which "
+            "bias must be finite, got NaN or infinity in it; mask tokens with visibility, which "
             "also tells what need not be computed"
         )
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.precision import bf16_on_cpu, widen
-from heedful.ops.common.tiles import Hidden
+from heedful.ops.common.tiles import Masked
 from heedful.ops.visibility import Visibility
 
 FEW = 32
@@ -36,16 +36,16 @@ def is_step(q: Tensor, k: Tensor) -> bool:
     )
 
 
-def hidden_from(
+def masked_from(
     visibility: Visibility, queries: int, keys: int, device: torch.device
-) -> Hidden | None:
+) -> Masked | None:
     """Keys masked from the queries; `None` where they see everything."""
     if not visibility.plain:
-        return Hidden(0, ~visibility.dense(queries, keys, device)[:, None])
+        return Masked(0, ~visibility.dense(queries, keys, device)[:, None])
     if queries == 1 or not visibility.causal:
         return None
     # Keys before the first query are seen by all: only a triangle is masked.
-    return Hidden(keys - queries, ~visibility.dense(queries, queries, device)[:, None])
+    return Masked(keys - queries, ~visibility.dense(queries, queries, device)[:, None])
 
 
 def few_scores(
@@ -60,22 +60,22 @@ def few_scores(
 
 def few_weights(
     logits: Float[Tensor, "B H Tq Tk"],
-    hidden: Hidden | None,
+    masked: Masked | None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """Softmax over what is seen, and a sink if there is one; rows that see nothing become zero.
 
-    What is hidden is written into `logits`.
+    What is masked is written into `logits`.
     """
-    if hidden is not None:
-        hidden.fill(logits, float("-inf"))
+    if masked is not None:
+        masked.fill(logits, float("-inf"))
     if sinks is None:
         weights = logits.softmax(-1)
     else:
         row = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
         weights = torch.cat([logits, row], dim=-1).softmax(-1)[..., :-1]
-    if hidden is not None:
-        hidden.fill(weights, 0)  # also where a whole row is hidden
+    if masked is not None:
+        masked.fill(weights, 0)  # also where a whole row is masked
     return torch.threshold_(weights, _LOST, 0.0)
 
 

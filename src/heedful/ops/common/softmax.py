@@ -57,9 +57,9 @@ def _softmax(
     logits: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Of logits `[B, H, R, C]`, a mask `[B or 1, 1, R, columns]`, sinks `[H, 1, 1]`."""
-    hidden = _whole(mask, logits)
+    masked = _whole(mask, logits)
     # Finite, for a row that sees nothing would become NaN.
-    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+    logits = logits.masked_fill(masked, torch.finfo(logits.dtype).min)
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:
         top = torch.maximum(top, sinks)
@@ -68,7 +68,7 @@ def _softmax(
         total = total + (sinks - top).exp()
     log_sum = top + total.log()
     # From the logits again, so that no tile of exponentials is written in between.
-    return (logits - log_sum).exp().masked_fill(hidden, 0.0).to(dtype), log_sum
+    return (logits - log_sum).exp().masked_fill(masked, 0.0).to(dtype), log_sum
 
 
 def _softmax_backward(

@@ -65,7 +65,7 @@ def with_positive_scale(
 ) -> tuple[Float[Tensor, "B H Tq D"], float]:
     """Queries and scale of the same logits, for torch's kernels.
 
-    They mask before they scale: minus infinity times zero or less would hide nothing.
+    They mask before they scale: minus infinity times zero or less would mask nothing.
     """
     if scale > 0:
         return q, scale

@@ -103,12 +103,12 @@ class Scope:
             most //= 2
         return most
 
-    def hidden(self, rows: range, columns: range) -> "Hidden":
+    def masked(self, rows: range, columns: range) -> "Masked":
         """Masked part of the tile `rows x columns`."""
         sight = self.sight
         if sight.places is not None:
             visible = see_placed(sight.places, self._queries, sight.causal, sight.window, rows)
-            return Hidden(0, ~visible[:, None])
+            return Masked(0, ~visible[:, None])
         if self._bounds is not None and self._bounds.one_document(rows, columns, sight.causal):
             sight = sight._replace(segments=None)
         # Columns up to the first row are seen by every row, if causal order is all there is.
@@ -124,8 +124,8 @@ class Scope:
                 if len(self._masks) == _MASKS:  # without an end, they would become the whole map
                     self._masks.clear()
                 self._masks[key] = ~self._visible(sight, rows, rest)[:, None]
-            return Hidden(clear, self._masks[key])
-        return Hidden(clear, ~self._visible(sight, rows, rest)[:, None])
+            return Masked(clear, self._masks[key])
+        return Masked(clear, ~self._visible(sight, rows, rest)[:, None])
 
     def _visible(self, sight: Sight, rows: range, columns: range) -> Bool[Tensor, "B R C"]:
         causal, window = sight.causal, sight.window
@@ -213,7 +213,7 @@ def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], In
     return first, last + 1
 
 
-class Hidden(NamedTuple):
+class Masked(NamedTuple):
     """Invisible entries of a tile: none in the first `clear` columns, `mask` in the others."""
 
     clear: int
@@ -224,7 +224,7 @@ class Hidden(NamedTuple):
         x[..., self.clear :].masked_fill_(self.mask, value)
         return x
 
-    def last(self, rows: int) -> "Hidden":
+    def last(self, rows: int) -> "Masked":
         """Those of the last rows."""
         return self._replace(mask=self.mask[:, :, -rows:])
 
@@ -255,13 +255,13 @@ def cap_slope(
 
 
 def sunk_softmax_(
-    logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
+    logits: Float[Tensor, "B H R C"], masked: Masked, sinks: Float[Tensor, "H 1 1"] | None
 ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
     """Softmax over the visible entries, in place; rows that see nothing become zero.
 
     With a sink in every row's sum, if given; also the weight that goes there.
     """
-    hidden.fill(logits, float("-inf"))
+    masked.fill(logits, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:
         top = torch.maximum(top, sinks)

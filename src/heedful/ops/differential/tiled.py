@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common.few import few_outputs, few_queries, few_scores, few_weights, hidden_from
+from heedful.ops.common.few import few_outputs, few_queries, few_scores, few_weights, masked_from
 from heedful.ops.common.precision import widen
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.terms import Terms
@@ -97,13 +97,13 @@ def _few(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, terms: Terms) -> Tensor:
     """The same for a few queries, dense; here the difference is that of the maps."""
     visibility, scale, bias, softcap, sinks, _ = terms
     key_pairs = k.shape[1] // 2
-    hidden = hidden_from(visibility, q.shape[2], k.shape[2], q.device)
+    masked = masked_from(visibility, q.shape[2], k.shape[2], q.device)
     # Heads in the order (key pair, map, pair of its group): each beside its key head.
     logits = cap_(few_scores(_by_key_pair(q, key_pairs), k, scale), softcap)
     if bias is not None:
         logits += bias if bias.shape[1] == 1 else _by_key_pair(bias, key_pairs)
     sinks = None if sinks is None else _by_key_pair(sinks[None], key_pairs)[0]
-    weights = few_weights(logits, hidden, sinks)
+    weights = few_weights(logits, masked, sinks)
     first, second = weights.unflatten(1, (key_pairs, 2, -1)).unbind(2)
     lam = lam.to(weights.dtype).view(key_pairs, -1, 1, 1)
     return few_outputs((first - lam * second).flatten(1, 2), v).to(q.dtype)

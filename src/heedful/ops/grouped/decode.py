@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights
-from heedful.ops.common.tiles import Hidden
+from heedful.ops.common.tiles import Masked
 from heedful.ops.grouped.neighbourhood import GroupedCall, Neighbourhood
 
 
@@ -43,7 +43,7 @@ def grouped_attention_few(
     rows = max(len(far), len(here))
     visible = torch.cat([far.expand(rows, -1, -1), here.expand(rows, -1, -1)], dim=-1)
     logits = torch.cat([of_groups, of_tokens], dim=-1)
-    hidden = None if bool(visible.all()) else Hidden(0, ~visible[:, None])
-    weights = few_weights(logits, hidden)
+    masked = None if bool(visible.all()) else Masked(0, ~visible[:, None])
+    weights = few_weights(logits, masked)
     far_weights, near_weights = weights.split([groups.count, k.shape[2]], dim=-1)
     return (few_outputs(far_weights, summaries.v) + few_outputs(near_weights, v)).to(q.dtype)

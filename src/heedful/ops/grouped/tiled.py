@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import operand, product, widen, without_autocast
-from heedful.ops.common.tiles import Hidden
+from heedful.ops.common.tiles import Masked
 from heedful.ops.grouped.blocks import Block, Operands, blocks_of, units_of
 from heedful.ops.grouped.decode import grouped_attention_few
 from heedful.ops.grouped.neighbourhood import GroupedCall
@@ -132,7 +132,7 @@ def _group_logits(x: Operands, block: Block) -> Float[Tensor, "B H U G"]:
     first, near, after, last = (y[..., None] for y in x.reach[:, :4, rows].unbind(1))
     at = torch.arange(block.groups.start + block.clear, block.groups.stop, device=logits.device)
     visible = ((at >= first) & (at < near)) | ((at >= after) & (at < last))
-    Hidden(block.clear, ~visible[:, None]).fill(logits, float("-inf"))
+    Masked(block.clear, ~visible[:, None]).fill(logits, float("-inf"))
     return logits
 
 

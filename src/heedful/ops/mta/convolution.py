@@ -129,7 +129,7 @@ class TileSteps:
 
     def blank(self, x: Tensor, rows: range, columns: range) -> Tensor:
         """Zero where rows cannot see columns, in place."""
-        return self.scope.hidden(rows, columns).fill(x, 0.0)
+        return self.scope.masked(rows, columns).fill(x, 0.0)
 
     def convolve(
         self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *, last: bool = False
@@ -177,12 +177,12 @@ class TileSteps:
         return self._room("logits" if last else "mixed", x, x.shape[3])
 
     def softmax(self, logits: Tensor, sinks: Tensor | None, rows: range, columns: range) -> Softmax:
-        logits, hidden = logits.contiguous(), self.scope.hidden(rows, columns)
+        logits, masked = logits.contiguous(), self.scope.masked(rows, columns)
         if not self.scope.composed:
-            return Softmax(*sunk_softmax_(logits, hidden, sinks))
-        p, log_sum = self._map(logits, hidden.mask, sinks, self._operand_dtype(logits))
+            return Softmax(*sunk_softmax_(logits, masked, sinks))
+        p, log_sum = self._map(logits, masked.mask, sinks, self._operand_dtype(logits))
         sunk = None if sinks is None else (sinks - log_sum).exp()
-        return Softmax(p, sunk, (logits, log_sum, hidden.mask))
+        return Softmax(p, sunk, (logits, log_sum, masked.mask))
 
     def softmax_backward(
         self, grad: Tensor, soft: Softmax, *, last: bool

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.few import few_outputs, few_scores, few_weights, masked_from
 from heedful.ops.common.terms import Terms
-from heedful.ops.common.tiles import Hidden, cap_
+from heedful.ops.common.tiles import Masked, cap_
 from heedful.ops.mta.convolution import Parameters, convolve, mix, reach_of
 
 _WIDTHS = 64
@@ -35,7 +35,7 @@ def multi_token_attention_few(
     visibility, scale, bias, softcap, sinks, _ = terms
     queries, keys = q.shape[2], k.shape[2]
     new = queries if new is None else new
-    hidden = hidden_from(visibility, queries, keys, q.device)
+    masked = masked_from(visibility, queries, keys, q.device)
     segments = None if visibility.documents is None else visibility.query_segments(queries)
     wide = torch.promote_types(q.dtype, torch.float32)
     conv, post_conv, pre_mix, post_mix = (None if x is None else x.to(wide) for x in parameters)
@@ -48,27 +48,27 @@ def multi_token_attention_few(
     rows = min(queries, new + above)
     logits = few_scores(q, k, scale)
     if conv is not None:
-        logits = _convolved(_blank(logits, hidden), conv, segments, two_sided, rows)
+        logits = _convolved(_blank(logits, masked), conv, segments, two_sided, rows)
     elif rows < queries:
         logits = logits[:, :, -rows:].contiguous()
-    hidden = None if hidden is None else hidden.last(rows)
+    masked = None if masked is None else masked.last(rows)
     if pre_mix is not None:
         logits = mix(logits, pre_mix)
     logits = cap_(logits, softcap)
     if bias is not None:
         logits += bias[:, :, -rows:]
-    weights = few_weights(logits, hidden, sinks)
+    weights = few_weights(logits, masked, sinks)
     if post_conv is not None:
         segments = None if segments is None else segments[:, -rows:]
         weights = _convolved(weights, post_conv, segments, two_sided, new)
-        weights = _blank(weights, None if hidden is None else hidden.last(new))
+        weights = _blank(weights, None if masked is None else masked.last(new))
     if post_mix is not None:
         weights = mix(weights, post_mix)
     return few_outputs(weights, v)
 
 
-def _blank(x: Tensor, hidden: Hidden | None) -> Tensor:
-    return x if hidden is None else hidden.fill(x, 0)
+def _blank(x: Tensor, masked: Masked | None) -> Tensor:
+    return x if masked is None else masked.fill(x, 0)
 
 
 def _convolved(

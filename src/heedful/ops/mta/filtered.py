@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.few import few_outputs, few_scores, few_weights, masked_from
 from heedful.ops.common.precision import widen
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.common.terms import Terms
@@ -130,7 +130,7 @@ def _softmax(
     if logits.requires_grad:  # the other works in place
         visible = visibility.dense(queries, k.shape[2], k.device)[:, None]
         return masked_softmax(logits, visible, None if sinks is None else sinks[:, None, None])
-    return few_weights(logits, hidden_from(visibility, queries, k.shape[2], k.device), sinks)
+    return few_weights(logits, masked_from(visibility, queries, k.shape[2], k.device), sinks)
 
 
 def _convolved(

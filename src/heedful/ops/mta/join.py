@@ -42,7 +42,7 @@ def joined(
         total[:, :, share.rows] = log_sum
     far_sum = total
     if near is not None:
-        near = near.masked_fill(_near_hidden(sight, q, k, band), float("-inf"))
+        near = near.masked_fill(_near_masked(sight, q, k, band), float("-inf"))
         total = torch.logaddexp(total, near.logsumexp(-1))
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(wide)[:, None])
@@ -73,7 +73,7 @@ def joined_backward(
         grad = widen(grad)
         per_row = (grad * out).sum(-1)
     if near is not None:
-        p = (near - total[..., None]).exp().masked_fill(_near_hidden(sight, q, k, band), 0.0)
+        p = (near - total[..., None]).exp().masked_fill(_near_masked(sight, q, k, band), 0.0)
         dnear = p * (diagonals(grad, v, band) - per_row[..., None])
         add_near_values(dv, p, grad)
     if sinks is not None:  # a sink has no value: all it does is take weight
@@ -90,7 +90,7 @@ def _even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Share(NamedTuple):
     """Queries and keys of one call of torch's kernel.
 
-    mask: minus infinity where keys are not seen; `None` if only causal order hides any.
+    mask: minus infinity where keys are not seen; `None` if only causal order masks any.
     """
 
     rows: slice
@@ -134,9 +134,9 @@ def _shares(q: Tensor, k: Tensor, sight: Sight, band: int, impl: str) -> list[_S
     for start, stop in row_blocks(queries, tiles.ROWS_COMPOSED):
         rows = range(scope.offset + start, scope.offset + stop)
         columns = scope.columns(rows)
-        hidden = scope.hidden(rows, columns)
-        mask = q.new_zeros(len(hidden.mask), 1, stop - start, len(columns))
-        hidden.fill(mask, float("-inf"))
+        masked = scope.masked(rows, columns)
+        mask = q.new_zeros(len(masked.mask), 1, stop - start, len(columns))
+        masked.fill(mask, float("-inf"))
         if band:
             row, column = (
                 torch.arange(x.start, x.stop, device=q.device)
@@ -148,7 +148,7 @@ def _shares(q: Tensor, k: Tensor, sight: Sight, band: int, impl: str) -> list[_S
     return shares
 
 
-def _near_hidden(sight: Sight, q: Tensor, k: Tensor, band: int) -> Tensor:
+def _near_masked(sight: Sight, q: Tensor, k: Tensor, band: int) -> Tensor:
     """Mark the near keys that are masked, `[B or 1, 1, Tq, band]`."""
     queries, keys = q.shape[2], k.shape[2]
     row = torch.arange(keys - queries, keys, device=q.device)[:, None]

@@ -74,7 +74,7 @@ class LowRank(NamedTuple):
     def terms(self, visibility: Visibility) -> Visibility:
         """Pairs of tokens that a convolved logit may be a sum of.
 
-        A window hides keys, and not what their neighbours put into them.
+        A window masks keys, and not what their neighbours put into them.
         """
         causal = visibility.causal and self.centred
         return replace(visibility, window=None, causal=causal, mutual=None)

@@ -1,4 +1,4 @@
-"""Selective attention: tokens hide earlier tokens from later ones."""
+"""Selective attention: tokens mask earlier tokens from later ones."""
 
 from heedful.ops.selective.api import SelectiveOutput, selective_attention
 

@@ -58,31 +58,31 @@ def selective_attention(
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> SelectiveOutput:
-    r"""Attention in which a token can hide earlier tokens from all later ones.
+    r"""Attention in which a token can mask earlier tokens from all later ones.
 
     $$ O = \mathrm{softmax}(\mathrm{Cap}(QK^\top s) + b - F)\,V, \qquad
        F_{ij} = \sum_{j<p<i} S_{pj}, \qquad S = \mathrm{ReLU}(Q^{sel} {K^{sel}}^\top s) $$
 
     with $S_{pj} = 0$ for the token itself, for what p cannot see, and for the first real token of
-    every document and padded row. Every head subtracts the same F; a token hides only from
+    every document and padded row. Every head subtracts the same F; a token masks only from
     queries after it, so F never falls from query to query. With a `softcap` c, $\mathrm{Cap}(x) =
     c \tanh(x / c)$, else nothing. F is subtracted after it: inside, the cap would bound how far a
-    token can be hidden. While F is zero, as with an untrained extra selector, both are the same.
+    token can be masked. While F is zero, as with an untrained extra selector, both are the same.
 
     Arguments:
         q: queries `[B, H, Tq, D]`, the last `Tq` of the `Tk` tokens.
         k, v: keys `[B, Hk, Tk, D]` and values `[B, Hk, Tk, Dv]`; `Hk` divides `H` (GQA).
         selector_q, selector_k: what selects, `[B, Hs, T, Ds]` with Hs = 1 (one F for all heads) or
-            H (head h hides for head h). Default: head 0 of q and k. Its logits are scaled by
+            H (head h masks for head h). Default: head 0 of q and k. Its logits are scaled by
             `scale` too; fold any other factor into `selector_q`.
         state: F at the first query for the first `Ts <= Tk` keys, from an earlier call.
         tau: cap of F in `memory`; `None` computes none.
-        protect_first: `False` lets first tokens be hidden (an ablation of the paper).
+        protect_first: `False` lets first tokens be masked (an ablation of the paper).
         bias: $b$, added to the logits, `[1 or B, 1 or H, Tq, Tk]`; it has a gradient. The
             selector's logits are without it.
         softcap: the largest size of a logit, before bias and F; `None` caps nothing. The selector's
             logits are not capped.
-        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor hidden: the
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor masked: the
             weight that it takes goes to no token. It has a gradient.
         dropout_p: the share of the map's entries that are dropped, in training; the others are
             divided by 1 - p. It acts on the probabilities; F and the memory are computed without

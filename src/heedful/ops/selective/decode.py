@@ -1,7 +1,7 @@
 """Selective attention of a few new queries, as in cached decoding: one product more than standard.
 
-One query is torch's own attention with -F as its mask; what it hides is one row more. Several
-queries see what the ones before them in the same call have hidden, so their map is dense.
+One query is torch's own attention with -F as its mask; what it masks is one row more. Several
+queries see what the ones before them in the same call have masked, so their map is dense.
 """
 
 import torch
@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.few import few_outputs, few_scores, few_weights, masked_from
 from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import cap_
-from heedful.ops.selective.reference import may_hide
+from heedful.ops.selective.reference import may_mask
 
 
 def selective_attention_few(
@@ -30,37 +30,37 @@ def selective_attention_few(
     """The operator of `selective_attention`."""
     visibility, scale, bias, softcap, sinks, _ = terms
     queries, keys = q.shape[2], k.shape[2]
-    hidden = hidden_from(visibility, queries, keys, q.device)
-    hiding = few_scores(selector_q, selector_k, scale).clamp_(min=0)
+    masked = masked_from(visibility, queries, keys, q.device)
+    masking = few_scores(selector_q, selector_k, scale).clamp_(min=0)
     if visibility.plain and queries == 1:
-        hiding[..., -1] = 0  # the token itself
+        masking[..., -1] = 0  # the token itself
         if protect_first:
-            hiding[..., 0] = 0
+            masking[..., 0] = 0
     else:
-        hiding.masked_fill_(~may_hide(protect_first, visibility, queries, keys, q)[:, None], 0)
+        masking.masked_fill_(~may_mask(protect_first, visibility, queries, keys, q)[:, None], 0)
     if state is None:
-        state = hiding.new_zeros(hiding.shape[0], hiding.shape[1], keys)
+        state = masking.new_zeros(masking.shape[0], masking.shape[1], keys)
     elif state.shape[2] < keys:
         state = pad(state, (0, keys - state.shape[2]))
     if queries == 1:
         f = state[:, :, None]
-        last = state + hiding[:, :, 0]
+        last = state + masking[:, :, 0]
     else:
-        f = state[:, :, None] + hiding.cumsum(2).sub_(hiding)
-        last = state + hiding.sum(2)
+        f = state[:, :, None] + masking.cumsum(2).sub_(masking)
+        last = state + masking.sum(2)
     less = f if bias is None else f - bias
     plain = softcap is None and sinks is None
-    if plain and queries == 1 and hidden is None and scale > 0:
+    if plain and queries == 1 and masked is None and scale > 0:
         output = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=(-less).to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
         logits = cap_(few_scores(q, k, scale), softcap)
-        weights = few_weights(logits.sub_(less), hidden, sinks)
+        weights = few_weights(logits.sub_(less), masked, sinks)
         output = few_outputs(weights, v).to(q.dtype)
     memory = None
     if tau is not None:
         terms = f.clamp(max=tau)
-        terms = terms if hidden is None else hidden.fill(terms, 0)
+        terms = terms if masked is None else masked.fill(terms, 0)
         memory = terms.sum((1, 3)) / f.shape[1]
     return output, last, memory

@@ -30,9 +30,9 @@ def selective_attention_reference(
     visibility, scale, bias, softcap, sinks, dropout = terms
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     visible = visibility.dense(queries, keys, q.device)[:, None]
-    hiding = selection(selector_q, selector_k, protect_first, visibility, scale)
+    masking = selection(selector_q, selector_k, protect_first, visibility, scale)
     before = 0 if state is None else state[:, :, None]
-    f = before + hiding.cumsum(2) - hiding  # F counts strictly earlier queries, section 3
+    f = before + masking.cumsum(2) - masking  # F counts strictly earlier queries, section 3
 
     logits = q @ k.repeat_interleave(heads // k.shape[1], dim=1).mT * scale
     f_less_bias = f if bias is None else f - bias.to(f.dtype)
@@ -46,7 +46,7 @@ def selective_attention_reference(
     memory = None
     if tau is not None:
         memory = f.masked_fill(f > tau, tau).masked_fill(~visible, 0).sum((1, 3)) / f.shape[1]
-    last = hiding.sum(2)
+    last = masking.sum(2)
     return output, last if state is None else state + last, memory
 
 
@@ -57,21 +57,21 @@ def selection(
     visibility: Visibility,
     scale: float,
 ) -> Float[Tensor, "B Hs Tq Tk"]:
-    """S: how much query p hides key j from later queries (fp32 at least), never below zero.
+    """S: how much query p masks key j from later queries (fp32 at least), never below zero.
 
     The ReLU comes after the visibility mask; the first token of each document and the token
     itself stay unhidden. At zero the slope of the ReLU is taken as 1, so that a selector that
     starts at zero can learn. (That of `clamp` is 1 in torch until 2.13 and 0 since.)
     """
     queries, keys = selector_q.shape[2], selector_k.shape[2]
-    allowed = may_hide(protect_first, visibility, queries, keys, selector_q)
+    allowed = may_mask(protect_first, visibility, queries, keys, selector_q)
     logits = selector_q @ selector_k.mT * scale
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).masked_fill((logits < 0) | ~allowed[:, None], 0)
 
 
 @torch.no_grad()
-def hidden_sums(
+def mask_sums(
     selector_q: Float[Tensor, "B Hs Tq Ds"],
     selector_k: Float[Tensor, "B Hs Tk Ds"],
     protect_first: bool,
@@ -91,12 +91,12 @@ def hidden_sums(
         stop = min(queries, start + _ROWS)
         seen = keys - queries + stop
         rows, part = selector_q[:, :, start:stop], visibility.part(0, seen)
-        hiding = selection(rows, selector_k[:, :, :seen], protect_first, part, scale)
-        sums[:, :, :seen] += hiding.sum(2)
+        masking = selection(rows, selector_k[:, :, :seen], protect_first, part, scale)
+        sums[:, :, :seen] += masking.sum(2)
     return sums
 
 
-def may_hide(
+def may_mask(
     protect_first: bool, visibility: Visibility, queries: int, keys: int, like: Tensor
 ) -> Bool[Tensor, "B Tq Tk"]:
     """Mark where token p may mask j: p sees j, j is earlier, and not a protected first token."""

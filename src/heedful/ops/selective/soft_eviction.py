@@ -29,7 +29,7 @@ def cached_shares(
     evicted does not come back, of equals the oldest go, and the first and the newest tokens stay.
 
     Arguments:
-        f: how strongly each token is hidden after each chunk.
+        f: how strongly each token is masked after each chunk.
         visible: which tokens the last query of each chunk sees.
         tokens: n.
         sinks, recent: how many of the first and of the newest visible tokens stay whatever their F.

@@ -24,7 +24,7 @@ from heedful.ops.common.terms import Terms
 from heedful.ops.common.tiles import (
     ROWS,
     ROWS_COMPOSED,
-    Hidden,
+    Masked,
     Scope,
     Sight,
     cap_,
@@ -108,7 +108,7 @@ def operands(
 ) -> Operands:  # fmt: skip
     """The call's tensors as its blocks take them, and its visibility.
 
-    Keys that nobody hides are zero in `selector_k`, and so is what they select.
+    Keys that nobody masks are zero in `selector_k`, and so is what they select.
     """
     heads, selector_k = q.shape[1], operand(selector_k)
     if first is not None:
@@ -142,7 +142,7 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
         room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
-        f = _hiding(x, block, total)
+        f = _masking(x, block, total)
         p = _maps(x, block, f, room=room).p
         if (factor := x.dropout_factor(block)) is not None:
             p.mul_(factor)
@@ -151,7 +151,7 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
         del p
         out.output[:, :, start:stop] = output
         if tau is not None:
-            terms = block.hidden.fill(f.clamp(max=tau), 0.0)
+            terms = block.masked.fill(f.clamp(max=tau), 0.0)
             out.memory[:, start:stop] = terms.sum((1, 3)) / selectors
             del terms
         del block, f, output
@@ -162,41 +162,41 @@ class RowBlock(NamedTuple):
 
     rows: slice
     cut: slice  # of the keys
-    hidden: Hidden
+    masked: Masked
     diagonal: int  # of the tile: an entry above it is not earlier than its query
     later: Tensor | None  # which entries are not, for tokens with places: no diagonal parts them
     logits: Tensor  # of the selector
 
     def only_active(self, x: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "B Hs R C"]:
-        """Zero where nothing can be hidden, in place: whatever stood there, NaN included.
+        """Zero where nothing can be masked, in place: whatever stood there, NaN included.
 
-        Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
+        Nothing is masked but earlier tokens: not the token itself, nor a later one that it sees.
         """
         if self.later is None:
             edge = max(0, self.diagonal + 1)  # the first column with an entry above the diagonal
             x[..., edge:].tril_(self.diagonal - edge)
         else:
             x.masked_fill_(self.later, 0.0)
-        return self.hidden.fill(x, 0.0)
+        return self.masked.fill(x, 0.0)
 
 
 def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     owned = range(x.scope.offset + start, x.scope.offset + stop)
     columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
-    hidden = x.scope.hidden(owned, columns)
+    masked = x.scope.masked(owned, columns)
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
     later = None if x.scope.sight.places is None else ~x.scope.earlier(owned, columns)
     diagonal = owned.start - columns.start - 1
-    return RowBlock(rows, cut, hidden, diagonal, later, logits)
+    return RowBlock(rows, cut, masked, diagonal, later, logits)
 
 
-def _hiding(
+def _masking(
     x: Operands, block: RowBlock, total: RunningTotal, *, back: bool = False
 ) -> Float[Tensor, "B Hs R C"]:
     """F of a block.
 
-    Into `total`, which is of the blocks before it, goes what it hides; or with `back` out of it.
+    Into `total`, which is of the blocks before it, goes what it masks; or with `back` out of it.
     """
     s = torch.fmax(block.logits, block.logits.new_zeros(()))  # of NaN and zero this is zero
     sums = block.only_active(s).sum(2)
@@ -206,7 +206,7 @@ def _hiding(
     if not back:
         total.add(sums, block.cut)
     if x.state is not None:
-        base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
+        base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays masked
     return above(s).add_(base[:, :, None])
 
 
@@ -237,9 +237,9 @@ def _maps(
     if x.bias is not None:
         logits.add_(x.bias[:, :, block.rows, block.cut])
     if not x.scope.composed:
-        p, sunk = sunk_softmax_(logits, block.hidden, x.sinks)
+        p, sunk = sunk_softmax_(logits, block.masked, x.sinks)
         return _Maps(p, slope, sunk)
-    p, log_sum = tile_softmax(logits, block.hidden.mask, x.sinks, logits.dtype)
+    p, log_sum = tile_softmax(logits, block.masked.mask, x.sinks, logits.dtype)
     return _Maps(p, slope, None if x.sinks is None else (x.sinks - log_sum).exp())
 
 
@@ -265,7 +265,7 @@ def attend_backward(
     for start, stop in row_blocks(x.q.shape[2], x.rows):
         block = _row_block(x, start, stop)
         rows, cut = block.rows, block.cut
-        f = _hiding(x, block, total, back=True)
+        f = _masking(x, block, total, back=True)
         out_grad = grad[:, :, rows]
         p, slope, sunk = _maps(x, block, f, slopes=True)
         factor = x.dropout_factor(block)
@@ -285,7 +285,7 @@ def attend_backward(
         # Of -F, not of F.
         g = dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits
         if tau is not None:
-            unclipped = block.hidden.fill(f <= tau, False)
+            unclipped = block.masked.fill(f <= tau, False)
             g = g - unclipped * (grad_memory[:, None, rows, None] / selectors)
         # At zero the slope of the ReLU is one, as in reference.py.
         ds = below(-g, later[:, :, cut]).mul_(block.logits >= 0)

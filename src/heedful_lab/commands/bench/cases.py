@@ -127,8 +127,8 @@ def _flex_selective(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlexAttention can add F once it stands in memory as a T x T tensor; it cannot make it."""
     from heedful.ops.selective.reference import selection
 
-    hiding = selection(q[:, :1], k[:, :1], True, Visibility(), q.shape[-1] ** -0.5)
-    f = (hiding.cumsum(2) - hiding)[:, 0]
+    masking = selection(q[:, :1], k[:, :1], True, Visibility(), q.shape[-1] ** -0.5)
+    f = (masking.cumsum(2) - masking)[:, 0]
 
     def subtract(score, batch, head, query, key):
         return torch.where(query >= key, score - f[batch, query, key], float("-inf"))

@@ -201,9 +201,9 @@ def _inside(models: Sequence["ModelLook"]) -> str:
     """
     masking, panels = [], []
     for model in models:
-        masks = {i: look for i, look in model.looks.items() if look.hiding is not None}
+        masks = {i: look for i, look in model.looks.items() if look.masking is not None}
         if masks:
-            layer = max(masks, key=lambda i: masks[i].hidden.sum().item())
+            layer = max(masks, key=lambda i: masks[i].masked.sum().item())
             masking.append(_masking(model, layer))
         layer, head = max(
             ((i, head) for i, look in model.looks.items() for head in range(len(look.weights))),
@@ -247,7 +247,7 @@ def _kernels(model: "ModelLook") -> list[str]:
 def _masking(model: "ModelLook", layer: int) -> str:
     """The sample's tokens, the darker the more they are masked, and the strongest pairs."""
     look, tokens = model.looks[layer], model.tokens
-    hiding, total = look.hiding.mean(0).numpy(), look.hidden.mean(0).tolist()
+    masking, total = look.masking.mean(0).numpy(), look.masked.mean(0).tolist()
     spans = []
     for token, f in zip(tokens, total, strict=True):
         share = math.exp(-max(f, 0.0))
@@ -257,10 +257,10 @@ def _masking(model: "ModelLook", layer: int) -> str:
             f"<{tag} style='--hid:{100 * (1 - share):.0f}%' title='F = {f:.2f}, {share:.1%} left'>"
             f"{html.escape(figures.visible(token))}</{tag}>{end}"
         )
-    pairs = sorted(np.argwhere(hiding > 0).tolist(), key=lambda at: -hiding[at[0], at[1]])
+    pairs = sorted(np.argwhere(masking > 0).tolist(), key=lambda at: -masking[at[0], at[1]])
     quoted = [f"<code>{html.escape(figures.visible(token))}</code>" for token in tokens]
     items = "".join(
-        f"<li>token {p} {quoted[p]} masked token {j} {quoted[j]} ({hiding[p, j]:.2f})</li>"
+        f"<li>token {p} {quoted[p]} masked token {j} {quoted[j]} ({masking[p, j]:.2f})</li>"
         for p, j in pairs[:_STRONGEST]
     )
     where = html.escape(f"{model.mechanism}, layer {layer}")
@@ -270,7 +270,7 @@ def _masking(model: "ModelLook", layer: int) -> str:
         f"{'The strongest:' if items else 'No token masked another.'}"
     )
     return (
-        f"<div class='hiding'><h3>{where}: which token masked which</h3><p class='tokens'>"
+        f"<div class='masking'><h3>{where}: which token masked which</h3><p class='tokens'>"
         f"{''.join(spans)}</p>{_note(note)}{f'<ol>{items}</ol>' if items else ''}</div>"
     )
 

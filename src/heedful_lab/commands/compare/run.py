@@ -381,7 +381,7 @@ def _of_models(
 
 
 def _caches(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterator[CacheHistory]:
-    """Of the first seed's models that hide tokens, under the smallest budget of their own rule."""
+    """Of the first seed's models that mask tokens, under the smallest budget of their own rule."""
     for job in jobs:
         those = [x for x in budgeted if x.key[:3] == job.key and x.policy == MostHidden.__name__]
         if job.seed or not those:

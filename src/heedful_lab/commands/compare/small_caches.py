@@ -30,11 +30,11 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
     if not evictable(model):
         return
     yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
-    hides = all(module.heedful.running == "F" for module in attention_modules(model))
+    masks = all(module.heedful.running == "F" for module in attention_modules(model))
     sizes = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
     for tokens in sorted({max(n, LEAST_TOKENS) for n in sizes if n < task.length}, reverse=True):
         for policy in POLICIES:
-            if hides or "F" not in policy.needs:
+            if masks or "F" not in policy.needs:
                 yield policy(tokens=tokens)
 
 

@@ -20,7 +20,7 @@ LEFT = (0.9, 0.5, 0.1, 0.01)  # of a hidden token's weight: when less is left is
 DOES = ("first", "self", "previous", "near", "far")
 NOBODY = 0xFFFF  # in place of a key, in rows with fewer
 
-_HIDINGS = 8  # of a row
+_MASKINGS = 8  # of a row
 _KERNELS = ("conv", "post_conv")
 _MIXINGS = ("mix", "post_mix")
 
@@ -36,7 +36,7 @@ class PageData(NamedTuple):
         `l/n/logz`, so that a logit is log(share) + logz. `l/does` `[2, H, 5]`: what heads
         do, with and without the first token, in the order of `DOES`. `l/since` `[4, Hs, T]`: the
         first query for which at most `LEFT` of a token is left, T for none; `l/hidden` `[Hs, T]`:
-        F at the end; `l/hides/keys` and `l/hides/amounts` `[Hs, T, 8]`: what each token hid.
+        F at the end; `l/masks/keys` and `l/masks/amounts` `[Hs, T, 8]`: what each token masked.
         `l/gone` `[T]`: after which token a cache no longer holds this one, T for never. `l/groups`
         `[G, 2]`; `l/conv`, `l/post_conv`, `l/mix`, `l/post_mix` as the layer has them.
     """
@@ -106,8 +106,8 @@ def layer_arrays(look: LayerLook) -> dict[str, np.ndarray]:
     for number, (map_, logits) in enumerate(maps):
         arrays |= {f"{number}/{name}": x for name, x in _rows(map_.float(), logits).items()}
     arrays["does"] = what_heads_do(look.weights)
-    if look.hiding is not None:
-        arrays |= _hiding(look.hiding)
+    if look.masking is not None:
+        arrays |= _masking(look.masking)
     if look.groups is not None:
         arrays["groups"] = look.groups.numpy().astype(np.uint16)
     for name in (*_KERNELS, *_MIXINGS):
@@ -173,17 +173,17 @@ def _mean_share(parts: Tensor) -> Tensor:
     return shares.sum(1) / some.sum(1).clamp(min=1)
 
 
-def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
-    count = hiding.shape[-1]
-    total = hiding.double().cumsum(1)  # [Hs, p, j]: F of token j for the query after p
+def _masking(masking: Tensor) -> dict[str, np.ndarray]:
+    count = masking.shape[-1]
+    total = masking.double().cumsum(1)  # [Hs, p, j]: F of token j for the query after p
     # F never falls, so how many rows are below a bound tells which is the first that is not.
     rows = [(total < -math.log(share)).sum(1) + 1 for share in LEFT]
-    amounts, keys = hiding.topk(min(_HIDINGS, count), dim=-1)
+    amounts, keys = masking.topk(min(_MASKINGS, count), dim=-1)
     return {
         "since": torch.stack(rows).clamp(max=count).numpy().astype(np.uint16),
         "hidden": total[:, -1].numpy().astype(np.float32),
-        "hides/keys": keys.masked_fill(amounts == 0, NOBODY).numpy().astype(np.uint16),
-        "hides/amounts": amounts.numpy().astype(np.float16),
+        "masks/keys": keys.masked_fill(amounts == 0, NOBODY).numpy().astype(np.uint16),
+        "masks/amounts": amounts.numpy().astype(np.float16),
     }
 
 
@@ -212,7 +212,7 @@ def _about(index: int, look: LayerLook, arrays: dict[str, np.ndarray]) -> dict:
         "unit": "head" if look.heads_per_map == 1 else "pair",
         "maps": [*(step.name for step in look.steps), "weights"],
         "logits": [*(step.logits for step in look.steps), False],
-        "selectors": 0 if look.hiding is None else len(look.hiding),
+        "selectors": 0 if look.masking is None else len(look.masking),
         "two_sided": look.two_sided,
         "patterns": patterns,
     }
@@ -229,7 +229,7 @@ def _fitted(arrays: dict[str, np.ndarray]) -> int:
 def _of_rows(arrays: dict[str, np.ndarray]) -> list[str]:
     """Names of the arrays that have something for each key."""
     endings = ("/keys", "/shares")
-    return [name for name in arrays if name.endswith(endings) and "hides" not in name]
+    return [name for name in arrays if name.endswith(endings) and "masks" not in name]
 
 
 def _most_keys(arrays: dict[str, np.ndarray]) -> int:

@@ -25,7 +25,7 @@ class Inspection:
     """Look into a model at work on a text: one page, to be opened in a browser.
 
     The page shows what every head does, where each token attends in every layer and head, what
-    convolution and mixing change of it, which tokens selective attention hides and since when, what
+    convolution and mixing change of it, which tokens selective attention masks and since when, what
     a cache still holds under a budget, the borders of groups, and all learned kernels. It is one
     file that loads nothing. An ordinary model is shown with its own standard attention.
     """

@@ -199,7 +199,7 @@ def test_layers_that_cannot_let_go_keep_everything(folder):
     result = search(options_for(folder, "mixed", eviction="most-hidden", loss=50.0, trials=20))
     assert result.start == (LENGTH, None, LENGTH) and result.eviction.tokens[1] is None
     assert "    1     all  100.0%" in budget.format_result(result)
-    with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
+    with pytest.raises(ValueError, match="MostHidden needs a mechanism that masks tokens"):
         search(options_for(folder, "standard", eviction="most-hidden"))
 
 

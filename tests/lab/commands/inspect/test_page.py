@@ -258,7 +258,7 @@ def test_hidden_and_evicted_tokens_are_marked(browser, pages):
         assert ("apart" in marked[j]) is (j > 33)
     facts = browser.run("document.getElementById('facts').textContent")
     cached = sum(int(x) > 33 for x in evicted[:34])
-    assert f"after it {cached} of 34 are cached" in facts and "it hides" in facts
+    assert f"after it {cached} of 34 are cached" in facts and "it masks" in facts
 
 
 def test_groups_are_marked(browser, pages):

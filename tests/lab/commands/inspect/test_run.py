@@ -124,7 +124,7 @@ def test_every_mechanism_has_the_steps_that_it_takes(mechanism, names):
             visible = Visibility().dense(9, 9, torch.device("cpu"))[0][1:]
             assert lam[:, visible].std() < 1e-4  # one lambda for the layer
         if mechanism == "selective":
-            f = layer.hiding.cumsum(1) - layer.hiding
+            f = layer.masking.cumsum(1) - layer.masking
             expected = (layer.steps[0].map - f).softmax(-1)
             torch.testing.assert_close(expected, layer.weights, rtol=1e-5, atol=1e-6)
 
@@ -173,7 +173,7 @@ def test_hidden_since_is_where_F_passes_its_bounds():
     data = data_of(model, ids)
     late = 0
     for index, layer in look_into(model, ids):
-        f = layer.hiding.double().cumsum(1) - layer.hiding  # for query t, of what is before it
+        f = layer.masking.double().cumsum(1) - layer.masking  # for query t, of what is before it
         since = data.arrays[f"{index}/since"]
         for level, share in enumerate(LEFT):
             for j in range(40):
@@ -181,14 +181,14 @@ def test_hidden_since_is_where_F_passes_its_bounds():
                 assert since[level, 0, j] == (past[0] if past else 40)
                 late += 0 < since[level, 0, j] < 40
         np.testing.assert_allclose(
-            data.arrays[f"{index}/hidden"], layer.hiding.sum(1), rtol=1e-4, atol=1e-5
+            data.arrays[f"{index}/hidden"], layer.masking.sum(1), rtol=1e-4, atol=1e-5
         )
-        keys, amounts = (data.arrays[f"{index}/hides/{n}"] for n in ("keys", "amounts"))
+        keys, amounts = (data.arrays[f"{index}/masks/{n}"] for n in ("keys", "amounts"))
         for t in range(40):
             there = keys[0, t] != NOBODY
-            at = layer.hiding[0, t, keys[0, t][there].astype(int)]
+            at = layer.masking[0, t, keys[0, t][there].astype(int)]
             np.testing.assert_allclose(amounts[0, t][there], at, rtol=HALF)
-            assert amounts[0, t].max() == np.float16(layer.hiding[0, t].max())
+            assert amounts[0, t].max() == np.float16(layer.masking[0, t].max())
     assert late > 100  # the bounds are passed in the course of the row
 
 

@@ -15,7 +15,7 @@ def softmax_kernel(
     logits, mask, sinks, p, log_sums, heads, rows, columns, clear, mask_stride,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """p = softmax(logits), zero where hidden, and each row's logarithm of its sum, sink included.
+    """p = softmax(logits), zero where masked, and each row's logarithm of its sum, sink included.
 
     Programs (row, batch x head). `mask` is that of the columns from `clear` on, `[B or 1, rows,
     columns - clear]`, and `mask_stride` 0 if it is one for all.
@@ -40,8 +40,8 @@ def softmax_kernel(
     log_sum = level + tl.log(whole)
     tl.store(log_sums + tile * rows + row, log_sum)
     for start in range(0, columns, BLOCK):
-        x, j, hidden = visible_logits(logits + place, mask, start, columns, clear)
-        weight = tl.where(hidden, 0.0, tl.exp(x - log_sum))
+        x, j, masked = visible_logits(logits + place, mask, start, columns, clear)
+        weight = tl.where(masked, 0.0, tl.exp(x - log_sum))
         tl.store(p + place + j, weight.to(p.dtype.element_ty), mask=j < columns)
 
 
@@ -56,24 +56,24 @@ def softmax_backward_kernel(
     log_sum = tl.load(log_sums + tile * rows + row)
     parts = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
-        x, j, hidden = visible_logits(logits + place, mask, start, columns, clear)
+        x, j, masked = visible_logits(logits + place, mask, start, columns, clear)
         d = tl.load(grad + place + j, mask=j < columns, other=0.0).to(tl.float32)
-        parts += tl.where(hidden, 0.0, tl.exp(x - log_sum)) * d
+        parts += tl.where(masked, 0.0, tl.exp(x - log_sum)) * d
     total = tl.sum(parts, 0)
     tl.store(totals + tile * rows + row, total)
     for start in range(0, columns, BLOCK):
-        x, j, hidden = visible_logits(logits + place, mask, start, columns, clear)
+        x, j, masked = visible_logits(logits + place, mask, start, columns, clear)
         d = tl.load(grad + place + j, mask=j < columns, other=0.0).to(tl.float32)
-        d = tl.where(hidden, 0.0, tl.exp(x - log_sum)) * (d - total)
+        d = tl.where(masked, 0.0, tl.exp(x - log_sum)) * (d - total)
         tl.store(out + place + j, d.to(out.dtype.element_ty), mask=j < columns)
 
 
 @triton.jit
 def visible_logits(logits, mask, start, columns, clear):
-    """Logits of a row's next columns, `LOW` where hidden; the columns; and whether they are."""
+    """Logits of a row's next columns, `LOW` where masked; the columns; and whether they are."""
     j = start + tl.arange(0, BLOCK)
     inside = j < columns
-    hidden = tl.load(mask + j, mask=inside & (j >= clear), other=0) != 0
-    hidden = hidden | ~inside
+    masked = tl.load(mask + j, mask=inside & (j >= clear), other=0) != 0
+    masked = masked | ~inside
     x = tl.load(logits + j, mask=inside, other=0.0)
-    return tl.where(hidden, LOW, x), j, hidden
+    return tl.where(masked, LOW, x), j, masked

@@ -84,13 +84,13 @@ def query_gradients_kernel(
         dqs += (tl.zeros((ROWS, WD), tl.float32),)
 
     for n in range(tl.load(count + place)):
-        j, clear, sel_k, hiding = next_keys(
+        j, clear, sel_k, masking = next_keys(
             order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
             COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
-            hiding, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
+            masking, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
             False,
         )  # fmt: skip
 
@@ -106,7 +106,7 @@ def query_gradients_kernel(
             g_sum += g
             new_dqs += (matmul(g.to(key.dtype), key, dqs[h]),)
         dqs = new_dqs
-        ds = tl.where(hiding >= 0, -sum_later(g_sum, sel_q, False), 0.0)
+        ds = tl.where(masking >= 0, -sum_later(g_sum, sel_q, False), 0.0)
         dsel_q = matmul(ds.to(sel_k.dtype), sel_k, dsel_q)
 
     for h in tl.static_range(HEADS):
@@ -166,13 +166,13 @@ def key_gradients_kernel(
     behind = tl.zeros((COLUMNS,), tl.float32)  # what the block's steps visited so far have of G
     previous = -1
     for n in range(tl.load(count + place)):
-        query_block, row, i, clear, sel_q, hiding = next_queries(
+        query_block, row, i, clear, sel_q, masking = next_queries(
             order, n, selector_q, sel_k, j, segments, first, row_stride, batch, queries, keys, DS,
             WDS, ROWS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + query_block.to(tl.int64) * keys + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
-            hiding, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
+            masking, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
             True,
         )  # fmt: skip
 
@@ -202,7 +202,7 @@ def key_gradients_kernel(
         later = sum_later(g_sum, sel_q, True) + behind[:, None]
         behind += tl.sum(g_sum, 1)
         tl.store(g_sums + whole.to(tl.int64) * keys + j, behind, mask=j < keys)
-        ds = tl.where(hiding >= 0, -later, 0.0)
+        ds = tl.where(masking >= 0, -later, 0.0)
         dsel_k = matmul(ds.to(sel_q.dtype), sel_q, dsel_k)
 
     for kv in tl.static_range(HEADS // SHARE):
@@ -215,12 +215,12 @@ def key_gradients_kernel(
 
 @triton.jit
 def _memory_gradient(
-    hiding, base, tau, scale, like, grad_memory, row, i, j, clear, segments, row_stride, batch,
+    masking, base, tau, scale, like, grad_memory, row, i, j, clear, segments, row_stride, batch,
     queries, keys,
     WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """dF of the memory: the gradient of a query's memory where it sees a key with F <= tau."""
-    f = tile_f(hiding, base, scale, like, TRANSPOSED)
+    f = tile_f(masking, base, scale, like, TRANSPOSED)
     per_query = tl.load(grad_memory + batch * queries + row, mask=row < queries, other=0.0)
     per_query = per_query[None, :] if TRANSPOSED else per_query[:, None]
     gradient = tl.where(f <= tau, per_query, 0.0)
@@ -261,7 +261,7 @@ def selector_key_gradients_kernel(
 
     df = tl.load(grad_state + selector * keys + j, mask=j < keys, other=0.0)
     for n in range(tl.load(count + place)):
-        query_block, row, i, clear, sel_q, hiding = next_queries(
+        query_block, row, i, clear, sel_q, masking = next_queries(
             order, n, selector_q, sel_k, j, segments, first, row_stride, batch, queries, keys, DS,
             WDS, ROWS, WINDOW,
         )  # fmt: skip
@@ -273,12 +273,12 @@ def selector_key_gradients_kernel(
             base_at = query_block.to(tl.int64) * STEPS * keys + j
             base = tl.load(bases + base_at, mask=j < keys, other=0.0)
             memory_gradient = _memory_gradient(
-                hiding, base, tau, scale, sel_q, grad_memory, row, i, j, clear, segments,
+                masking, base, tau, scale, sel_q, grad_memory, row, i, j, clear, segments,
                 row_stride, batch, queries, keys, WINDOW, True,
             )  # fmt: skip
             ds += sum_later(memory_gradient, sel_q, True)
             df += tl.sum(memory_gradient, 1)
-        ds = tl.where(hiding >= 0, ds, 0.0)
+        ds = tl.where(masking >= 0, ds, 0.0)
         dsel_k = matmul(ds.to(sel_q.dtype), sel_q, dsel_k)
     tl.store(dstate + selector * keys + j, df, mask=j < keys)
     part = selector * (chunks + 1) + chunks
@@ -305,7 +305,7 @@ def selector_query_gradients_kernel(
     row, i, sel_q = own_queries(selector_q, selector, block, queries, keys, DS, WDS, ROWS)
     dsel_q = tl.zeros((ROWS, WDS), tl.float32)
     for n in range(tl.load(count + place)):
-        j, clear, sel_k, hiding = next_keys(
+        j, clear, sel_k, masking = next_keys(
             order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
             COLUMNS, WINDOW,
         )  # fmt: skip
@@ -314,11 +314,11 @@ def selector_query_gradients_kernel(
         if tau is not None:
             base = tl.load(bases + j, mask=j < keys, other=0.0)
             memory_gradient = _memory_gradient(
-                hiding, base, tau, scale, sel_q, grad_memory, row, i, j, clear, segments,
+                masking, base, tau, scale, sel_q, grad_memory, row, i, j, clear, segments,
                 row_stride, batch, queries, keys, WINDOW, False,
             )  # fmt: skip
             ds += sum_later(memory_gradient, sel_q, False)
-        ds = tl.where(hiding >= 0, ds, 0.0)
+        ds = tl.where(masking >= 0, ds, 0.0)
         dsel_q = matmul(ds.to(sel_k.dtype), sel_k, dsel_q)
     part = selector * (chunks + 1) + chunks
     store_rows(dselector_q + part * queries * DS, row, queries, dsel_q * scale, DS, WDS)

@@ -110,7 +110,7 @@ def weight_limit(
     """A bound for every query: keys with F above it have a weight of exactly zero in fp32.
 
     Every logit of query i lies within U = scale |q_i| max|k| of zero. Its own key has F = its
-    incoming state (nobody hides a token before it is there), so the softmax's maximum is at least
+    incoming state (nobody masks a token before it is there), so the softmax's maximum is at least
     -U - state. A key's weight is then at most exp(2 U + state - F), and exp(-104) is zero. One more
     in the exponent and a thousandth of U are for rounding, here and in the kernels.
     """
@@ -194,8 +194,8 @@ def _with_weight(
     tiles = call.tiles(launch.rows, launch.columns)
     if limit is None:
         return tiles
-    hidden = weightless(limit, bases[:, :, : tiles.shape[2]], launch.rows, launch.columns)
-    return tiles.masked_fill(hidden, 0)
+    masked = weightless(limit, bases[:, :, : tiles.shape[2]], launch.rows, launch.columns)
+    return tiles.masked_fill(masked, 0)
 
 
 class Forward(NamedTuple):

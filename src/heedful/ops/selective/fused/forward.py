@@ -2,7 +2,7 @@
 
 `accumulate_kernel` finds F at the first query of every block, one number per key. From there each
 tile of `attend_kernel` and `remember_kernel` finds its own F, by adding what the earlier queries of
-its block hide. Which tiles a program visits, and in which order, `visits_kernel` lists from what
+its block mask. Which tiles a program visits, and in which order, `visits_kernel` lists from what
 `survey_kernel` saw.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from heedful.ops.selective.fused.tile import (
     LOG2E,
-    can_hide,
+    can_mask,
     load_rows,
     matmul,
     next_keys,
@@ -39,7 +39,7 @@ def survey_kernel(
     i = keys - queries + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
-    allowed = can_hide(visible, i, j, first, row_stride, batch, keys, False)
+    allowed = can_mask(visible, i, j, first, row_stride, batch, keys, False)
     some = tl.max(tl.max(visible.to(tl.int32), 1), 0)
     every = tl.min(tl.min(allowed.to(tl.int32), 1), 0)
     at = (batch * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
@@ -95,11 +95,11 @@ def accumulate_kernel(
         f += tl.load(state + selector * keys + j, mask=j < keys, other=0.0)
     within = tl.arange(0, ROWS)
     for n in range(visits):
-        block, _, _, _, _, hiding = next_queries(
+        block, _, _, _, _, masking = next_queries(
             order, visits - 1 - n, selector_q, sel_k, j, segments, first, row_stride, batch,
             queries, keys, DS, WDS, ROWS, WINDOW,
         )  # fmt: skip
-        s = tl.maximum(hiding, 0.0)
+        s = tl.maximum(masking, 0.0)
         at = block.to(tl.int64) * STEPS * keys + j
         for step in tl.static_range(STEPS):
             tl.store(bases + at + step * keys, f, mask=j < keys)
@@ -151,13 +151,13 @@ def attend_kernel(
         accs += (tl.zeros((ROWS, WDV), tl.float32),)
 
     for n in range(tl.load(count + place)):
-        j, clear, _, hiding = next_keys(
+        j, clear, _, masking = next_keys(
             order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
             COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
-            hiding, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
+            masking, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
             False,
         )  # fmt: skip
 
@@ -208,12 +208,12 @@ def remember_kernel(
     row, i, sel_q = own_queries(selector_q, selector, block, queries, keys, DS, WDS, ROWS)
     sums = tl.zeros((ROWS,), tl.float32)
     for n in range(tl.load(count + place)):
-        j, clear, _, hiding = next_keys(
+        j, clear, _, masking = next_keys(
             order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
             COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
-        terms = tl.minimum(tile_f(hiding, base, scale, sel_q, False), tau)
+        terms = tl.minimum(tile_f(masking, base, scale, sel_q, False), tau)
         if not clear:
             visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
             terms = tl.where(visible, terms, 0.0)

@@ -63,7 +63,7 @@ def tile_visible(
 
 
 @triton.jit
-def can_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.constexpr):
+def can_mask(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.constexpr):
     """Test whether i may mask j: it sees j, j is not itself, j is not a protected first token."""
     if TRANSPOSED:
         i, j = i[None, :], j[:, None]
@@ -76,11 +76,11 @@ def can_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.const
 
 
 @triton.jit
-def hiding_logits(
+def masking_logits(
     sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys,
     WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The selector's logits before the scale, -1 where i may not hide j.
+    """The selector's logits before the scale, -1 where i may not mask j.
 
     S is `scale` times their positive part, and has a slope where they are not negative: at zero it
     is taken as one, as in reference.py.
@@ -88,7 +88,7 @@ def hiding_logits(
     logits = matmul(sel_k, tl.trans(sel_q)) if TRANSPOSED else matmul(sel_q, tl.trans(sel_k))
     if not clear:
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
-        allowed = can_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED)
+        allowed = can_mask(visible, i, j, first, row_stride, batch, keys, TRANSPOSED)
         logits = tl.where(allowed, logits, -1.0)
     return logits
 
@@ -125,14 +125,14 @@ def next_keys(
     order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS: tl.constexpr,
     WDS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The n-th block of keys to visit: its tokens, whether it is clear, and what hides there."""
+    """The n-th block of keys to visit: its tokens, whether it is clear, and what masks there."""
     block, clear = visit(order, n)
     j = block * COLUMNS + tl.arange(0, COLUMNS)
     sel_k = load_rows(selector_k, j, keys, DS, WDS)
-    hiding = hiding_logits(
+    masking = masking_logits(
         sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
     )  # fmt: skip
-    return j, clear, sel_k, hiding
+    return j, clear, sel_k, masking
 
 
 @triton.jit
@@ -145,29 +145,29 @@ def next_queries(
     row = block * ROWS + tl.arange(0, ROWS)
     i = keys - queries + row
     sel_q = load_rows(selector_q, row, queries, DS, WDS)
-    hiding = hiding_logits(
+    masking = masking_logits(
         sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, True,
     )  # fmt: skip
-    return block, row, i, clear, sel_q, hiding
+    return block, row, i, clear, sel_q, masking
 
 
 @triton.jit
-def tile_f(hiding, base, scale, like, TRANSPOSED: tl.constexpr):
-    """F of a tile from its hiding logits and F at its first query: `base`, one number per key.
+def tile_f(masking, base, scale, like, TRANSPOSED: tl.constexpr):
+    """F of a tile from its masking logits and F at its first query: `base`, one number per key.
 
     F[i, j] = base[j] + sum of S[p, j] over the queries p < i of the tile.
     """
-    earlier = _sum_queries(tl.maximum(hiding, 0.0), like, TRANSPOSED, not TRANSPOSED)
+    earlier = _sum_queries(tl.maximum(masking, 0.0), like, TRANSPOSED, not TRANSPOSED)
     return earlier * scale + (base[:, None] if TRANSPOSED else base[None, :])
 
 
 @triton.jit
 def tile_penalty(
-    hiding, base, scale, like, i, j, clear, segments, row_stride, batch, keys,
+    masking, base, scale, like, i, j, clear, segments, row_stride, batch, keys,
     WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Penalty on the logits, in base two: F, or infinity where nothing is visible."""
-    penalty = tile_f(hiding, base * LOG2E, scale * LOG2E, like, TRANSPOSED)
+    penalty = tile_f(masking, base * LOG2E, scale * LOG2E, like, TRANSPOSED)
     if not clear:
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
         penalty = tl.where(visible, penalty, float("inf"))

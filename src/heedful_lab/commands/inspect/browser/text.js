@@ -88,7 +88,7 @@ function drawLegend() {
     const made = element("span", { className: name }, "abc");
     return element("span", {}, made, " " + text);
   };
-  if (arrayOf(`${index}/since`)) place.append(sign("key-hidden", "partly hidden by now"), sign("key-gone", "at most 1 % left"));
+  if (arrayOf(`${index}/since`)) place.append(sign("key-hidden", "partly masked by now"), sign("key-gone", "at most 1 % left"));
   if (arrayOf(`${index}/gone`)) place.append(sign("key-out", "no longer in the cache"));
   if (arrayOf(`${index}/groups`)) place.append(sign("key-group", "a group begins; underlined: this token's"));
 }
@@ -149,12 +149,12 @@ function drawFacts() {
     const left = percent(Math.exp(-f));
     if (!times.length) fact("hidden", f > 0 ? `hardly: ${left} of it is left at the end (F = ${f.toFixed(2)})` : "never");
     else fact("hidden", times.map(([left, from]) => `at most ${Math.round(100 * left)} % left since token ${from}`).join(", ") + `; at the end ${left} (F = ${f.toFixed(2)})`);
-    const keys = arrayOf(`${index}/hides/keys`), amounts = arrayOf(`${index}/hides/amounts`), k = keys.shape[2];
-    const hides = [];
+    const keys = arrayOf(`${index}/masks/keys`), amounts = arrayOf(`${index}/masks/amounts`), k = keys.shape[2];
+    const masks = [];
     for (let i = (selector * T + t) * k; i < (selector * T + t + 1) * k; i++) {
-      if (keys.data[i] !== NOBODY && amounts.data[i] > 0.005 && hides.length < 5) hides.push([keys.data[i], amounts.data[i]]);
+      if (keys.data[i] !== NOBODY && amounts.data[i] > 0.005 && masks.length < 5) masks.push([keys.data[i], amounts.data[i]]);
     }
-    fact("it hides", hides.length ? hides.map(([j, x]) => `${j} ${visible(about.tokens[j])} (+${x.toFixed(2)})`).join(", ") : "nothing");
+    fact("it masks", masks.length ? masks.map(([j, x]) => `${j} ${visible(about.tokens[j])} (+${x.toFixed(2)})`).join(", ") : "nothing");
   }
   const gone = arrayOf(`${index}/gone`);
   if (gone) {
