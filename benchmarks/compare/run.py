@@ -12,6 +12,7 @@ the file already is not trained again, and a run that was killed goes on where i
 at a time writes a file.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -36,8 +37,8 @@ from heedful_lab.records.environment import environment
 
 MECHANISMS = (
     "standard", "mta", "mta-flash", "gated", "mta-published", "talking-heads", "selective",
-    "differential", "differential-v2", "knocking-heads", "canon", "exclusive", "forgetting",
-    "parallax", "dex", "simplicial", "local-global",
+    "mta-selective", "differential", "differential-v2", "knocking-heads", "canon", "exclusive",
+    "forgetting", "parallax", "dex", "simplicial", "local-global",
 )  # fmt: skip
 FACTORS = (0.5, 1.0, 2.0)  # of a task's learning rate
 TRIED_WITH = 100  # the seed of the learning rates
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="+", choices=[*setups()], metavar="TASK")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=MECHANISMS)
+    parser.add_argument("--models", type=Path, help="folder for the trained models; default none")
     args = parser.parse_args()
     if not 1 <= args.seeds <= TRIED_WITH:
         parser.error(f"--seeds must be from 1 to {TRIED_WITH}, got {args.seeds}")
@@ -69,19 +71,19 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         for name in args.tasks:
-            train_task(name, args.only, args.seeds, args.out, folder)
+            train_task(name, args, folder)
 
 
-def train_task(name: str, mechanisms: tuple[str, ...], seeds: int, out: Path, folder: Path) -> None:
+def train_task(name: str, args: argparse.Namespace, folder: Path) -> None:
     """Train what is not in the file yet; checkpoints are in the folder meanwhile."""
     setup = setups()[name]
-    for run in plan(name, setup, mechanisms, seeds):
-        records = read_records(out) if out.exists() else []
+    for run in plan(name, setup, args.only, args.seeds):
+        records = read_records(args.out) if args.out.exists() else []
         if run.rate is None:
             run = run._replace(rate=best_rate(records, run))
         if not any(run == run_of(record) for record in records):
-            record = train_run(run, setup, folder)
-            append(out, record)
+            record = train_run(run, setup, folder, args.models)
+            append(args.out, record)
             print(*run, f"{record.value:.4f}", flush=True)
 
 
@@ -113,8 +115,8 @@ def run_of(record: Record) -> Run:
     return Run(record.task, record.mechanism, record.seed, rate)
 
 
-def train_run(run: Run, setup: Setup, folder: Path) -> Record:
-    """Train one model; its checkpoints are in the folder meanwhile."""
+def train_run(run: Run, setup: Setup, folder: Path, models: Path | None) -> Record:
+    """Train one model, and keep it among the models; checkpoints are in the folder meanwhile."""
     attention = setup.mechanism(run.mechanism)
     size = equal_size(setup, attention)
     steps = setup.hyperparameters.steps // (4 if run.seed == TRIED_WITH else 1)
@@ -124,6 +126,8 @@ def train_run(run: Run, setup: Setup, folder: Path) -> Record:
         result = train(setup.task, attention, size, hyperparameters, run.seed, state)
     except Diverged as error:  # a result too: it counts as the worst
         result = error.run
+    if models is not None and run.seed != TRIED_WITH:
+        result.model.save_pretrained(models / f"{run.task}-{run.mechanism}-{run.seed}")
     fields = result._asdict()
     del fields["model"]
     return Record(

@@ -1,7 +1,7 @@
 """Fine-tune a trained model with another attention for some steps, in a plain loop.
 
-A standard model gets an extra selector, which changes nothing at first, and learns to hide tokens
-under the memory loss; a selective one keeps its own and learns to hide more. `self-pruned` gives a
+A standard model gets an extra selector, which changes nothing at first, and learns to mask tokens
+under the memory loss; a selective one keeps its own and learns to mask more. `self-pruned` gives a
 standard model retention gates that act on keys beyond `--window`, and trains both under the same
 loss. The other way round, standard attention, the hybrid and forgetting attention can start with
 the weights of a model that has learnt a task. `selectors` and `retention-gate` are trained beside a
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 import heedful
 from benchmarks.parts import add_task_options, task_of
 from heedful.hf import conversion_of
-from heedful.nn import Forgetting, Selective, Standard
+from heedful.nn import Forgetting, Selective, SelectiveMultiToken, Standard
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.trainer import parameter_groups
 from heedful_lab.commands.compare.scoring import score
@@ -44,8 +44,10 @@ BESIDE = {
     "selectors": Selective(selector="extra", dim=16),
     "retention-gate": RetentionGate(),
 }
-MECHANISMS = ("selective", "self-pruned", "standard", "local-global", "forgetting", *BESIDE)
-WITH_MEMORY_LOSS = ("selective", "self-pruned")
+MECHANISMS = (
+    "selective", "mta-selective", "self-pruned", "standard", "local-global", "forgetting", *BESIDE,
+)  # fmt: skip
+WITH_MEMORY_LOSS = ("selective", "mta-selective", "self-pruned")
 LEAST_CACHE = 16  # tokens of the smallest cache that an order of eviction is learnt for
 
 
@@ -94,14 +96,16 @@ def main() -> None:
 
 
 def changed(model: PreTrainedModel, mechanism: str, task: Task, window: int) -> PreTrainedModel:
-    """The model with another attention and the same weights; selective attention stays itself."""
+    """The model with another attention and the same weights; what selects stays itself."""
     config = model.config
     config.max_position_embeddings = max(config.max_position_embeddings, task.length)
-    if mechanism == "selective" and isinstance(conversion_of(model).mechanism, Selective):
+    itself = {"selective": Selective, "mta-selective": SelectiveMultiToken}.get(mechanism)
+    if itself and isinstance(conversion_of(model).mechanism, itself):
         return model
     heedful.revert(model)
     torch.manual_seed(0)  # of an extra selector's start
     kinds = {"selective": Selective(selector="extra"), "standard": Standard(), **BESIDE}
+    kinds["mta-selective"] = SelectiveMultiToken()
     kinds["self-pruned"] = RetentionGate(window)
     kinds["forgetting"] = Forgetting(start="identity")
     kinds["local-global"] = local_global(config.num_hidden_layers, task.length)
