@@ -42,6 +42,7 @@ MECHANISMS = COMPARED | {
     name: (name,)
     for name in (
         "grouped", "exclusive", "forgetting", "gated", "parallax", "dex", "simplicial",
+        "mta-flash", "mta-selective",
     )
 }  # fmt: skip
 CONFIG = {
