@@ -34,23 +34,25 @@ def joined(
     band, width = 0 if near is None else near.shape[3], v.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     total = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-    out = q.new_zeros(*q.shape[:3], width, dtype=wide)
-    even = _even(q, k, v)
+    even, parts = _even(q, k, v), []
     for share in _shares(q, k, sight, band, impl):
         far, log_sum = share.forward(*share.cut(*even), scale)
-        out[:, :, share.rows] = far[..., :width]
+        parts.append((share.rows, far[..., :width], log_sum))
         total[:, :, share.rows] = log_sum
-    far_sum = total
     if near is not None:
         near = near.masked_fill(_near_masked(sight, q, k, band), float("-inf"))
         total = torch.logaddexp(total, near.logsumexp(-1))
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(wide)[:, None])
     total = total.masked_fill(total.isinf(), 0.0)
-    if near is not None or sinks is not None:
-        out *= (far_sum - total).exp()[..., None]
-    if near is not None:
-        out += near_outputs((near - total[..., None]).exp(), widen(v))
+    if near is None and sinks is None and len(parts) == 1:
+        return Joined(parts[0][1].contiguous(), total)
+    if near is None:
+        out = q.new_zeros(*q.shape[:3], width, dtype=wide)
+    else:
+        out = near_outputs((near - total[..., None]).exp(), widen(v))
+    for rows, far, log_sum in parts:
+        out[:, :, rows] += far * (log_sum - total[:, :, rows]).exp()[..., None]
     return Joined(out.to(q.dtype), total)
 
 
@@ -60,14 +62,16 @@ def joined_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, near and sinks, in the precision of the sums."""
     band, (out, total) = 0 if near is None else near.shape[3], result
-    dq, dk, dv = (torch.zeros(x.shape, dtype=total.dtype, device=x.device) for x in (q, k, v))
-    even, rows = _even(q, k, v), _even(out, grad, q)[:2]
+    even, rows, grads = _even(q, k, v), _even(out, grad, q)[:2], [None, None, None]
     for share in _shares(q, k, sight, band, impl):
         own_out, own_grad, own_total = (x[:, :, share.rows] for x in (*rows, total))
         parts = share.backward(own_grad, *share.cut(*even), own_out, own_total, scale)
         places = (share.rows, share.columns, share.columns)
-        for d, part, place in zip((dq, dk, dv), parts, places, strict=True):
-            d[:, :, place] += part[..., : d.shape[3]]
+        grads = [_add(*x) for x in zip(grads, parts, (q, k, v), places, strict=True)]
+    dq, dk, dv = (
+        x.new_zeros(x.shape, dtype=total.dtype) if d is None else d
+        for d, x in zip(grads, (q, k, v), strict=True)
+    )
     dnear = dsinks = None
     if near is not None or sinks is not None:
         grad = widen(grad)
@@ -79,6 +83,15 @@ def joined_backward(
     if sinks is not None:  # a sink has no value: all it does is take weight
         dsinks = -((sinks.to(total.dtype)[:, None] - total).exp() * per_row).sum((0, 2))
     return dq, dk, dv, dnear, dsinks
+
+
+def _add(total: Tensor | None, part: Tensor, like: Tensor, place: slice) -> Tensor:
+    """Gradients of a place added to those so far; the first ones need no zeros to be added to."""
+    part = widen(part)[..., : like.shape[3]]
+    if total is None:
+        return pad(part, (0, 0, place.start, like.shape[2] - place.stop))
+    total[:, :, place] += part
+    return total
 
 
 def _even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
