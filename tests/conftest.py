@@ -49,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "crossed: every pair of values is run, the rest of the cross is exhaustive"
     )
+    config.addinivalue_line(
+        "markers", "sampled(n): n cases of a test are run, evenly spread; the others are slow"
+    )
     if config.getoption("--shapes") and not shapes.CHECKED:
         raise pytest.UsageError("--shapes: beartype is not installed")
     if config.getoption("--device") == "cpu":

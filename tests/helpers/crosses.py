@@ -19,17 +19,31 @@ def usually(cases: Iterable[tuple], *few: Container) -> list:
 
 
 def leave_covers(items: list[pytest.Item]) -> None:
-    """Of a cross (`@pytest.mark.crossed`) what is not in its cover is marked as exhaustive."""
-    crosses: dict[tuple[str, str], list[pytest.Function]] = {}
-    for item in items:
-        rare = any(item.get_closest_marker(name) for name in ("slow", "exhaustive"))
-        if item.get_closest_marker("crossed") and not rare:
-            crosses.setdefault((item.location[0], item.originalname), []).append(item)
-    for cases in crosses.values():
+    """Of a cross (`@pytest.mark.crossed`) what is not in its cover is marked as exhaustive.
+
+    Of `@pytest.mark.sampled(n)` n cases, evenly spread, are usual, and the others slow.
+    """
+    for cases in _cases(items, "crossed"):
         usual = cover([set(map(repr, case.callspec.params.items())) for case in cases])
         for at, case in enumerate(cases):
             if at not in usual:
                 case.add_marker(pytest.mark.exhaustive)
+    for cases in _cases(items, "sampled"):
+        count = cases[0].get_closest_marker("sampled").args[0]
+        usual = {n * len(cases) // count for n in range(count)}
+        for at, case in enumerate(cases):
+            if at not in usual:
+                case.add_marker(pytest.mark.slow)
+
+
+def _cases(items: list[pytest.Item], marker: str) -> list[list[pytest.Function]]:
+    """Cases of each test with this marker that the usual suites would run."""
+    tests: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        rare = any(item.get_closest_marker(name) for name in ("slow", "exhaustive"))
+        if item.get_closest_marker(marker) and not rare:
+            tests.setdefault((item.location[0], item.originalname), []).append(item)
+    return [*tests.values()]
 
 
 def in_share(name: str, number: int, shares: int) -> bool:

@@ -276,6 +276,7 @@ def test_budgets_are_those_of_the_selectors(adapter):
     assert heedful.load(folder)._heedful.eviction == POLICY
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same(adapter, no_shape_checks):
     folder, _ = adapter
     model, ids = heedful.load(folder), tokens(2, 51)

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import transformers
 
 from heedful.compatibility import TESTED
@@ -115,6 +116,7 @@ print(json.dumps(ratios))
 """
 
 
+@pytest.mark.slow
 def test_python_calls_and_operations_per_token():
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
     counts = json.loads(done.stdout.splitlines()[-1])

@@ -97,6 +97,7 @@ def trained_original():
     return trained_on(original(), 1e-5)
 
 
+@pytest.mark.sampled(3)
 def test_weights_that_were_trained_on_are_refused_in_any_quantisation(base, folder):
     change = trained_original()
     on_base = copy.deepcopy(base)
@@ -121,6 +122,7 @@ def test_merged_matrices_are_seen_where_no_rounding_hides_them(base, folder):
         opened(other, folder)
 
 
+@pytest.mark.sampled(2)
 def test_another_model_is_refused_whatever_its_quantisation(folder):
     for kind in ("bf16", *QUANTISATIONS):
         with pytest.raises(ValueError, match=r"another base: .* differ"):

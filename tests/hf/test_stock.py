@@ -99,6 +99,7 @@ def test_a_folder_and_its_tokenizer_are_opened_as_ever(tmp_path):
     assert len(stock_tokenizer(tmp_path)) == 261
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_a_converted_folder_is_opened_without_a_question(tmp_path):
     """In a process that has not told the Auto classes of heedful's folders."""
     heedful.convert(small(), "selective").model.save_pretrained(tmp_path)

@@ -79,6 +79,7 @@ def hold(tensors: dict[str, Tensor], dtype: torch.dtype, tile=SMALL, **options) 
 DTYPES = {"head 0": torch.float32, "own": torch.bfloat16, "one per head": torch.float16}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("selector", "dtype"),
     [
@@ -96,6 +97,7 @@ def test_it_errs_at_most_twice_as_much_as_the_definition(selector, dtype):
         hold(draw(40, 40, selectors=selectors, state=True), dtype, tau=0.7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("counts", [(4, 4), (4, 2), (3, 1), exhausting((10, 2))], ids=str)
 def test_heads_that_share_a_program(counts, monkeypatch):
     """Key heads of their own, in groups, one for all, in groups of five; in several launches."""
@@ -136,6 +138,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_nothing_of_the_size_of_a_map_is_allocated(monkeypatch):
     """The largest tensors grow as T does, in the operators themselves."""
     monkeypatch.setattr("heedful.ops.selective.fused.flash.PIECE", 32)
@@ -160,6 +163,7 @@ def test_nothing_of_the_size_of_a_map_is_allocated(monkeypatch):
 SERVED = ("window 2", "window 40", "ragged documents", "one row of documents for all")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("visible", "queries"),
     [

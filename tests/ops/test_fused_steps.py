@@ -57,6 +57,7 @@ def hold(parameters, queries, keys, dtype, visibility, dim=16, batch=1) -> None:
 slow = pytest.mark.slow
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "parameters",
     [PRE, POST, TALKING, exhausting(NONE), pytest.param(FULL, marks=slow)],
@@ -83,6 +84,7 @@ VISIBLE = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("queries", "visible"),
     [
@@ -118,6 +120,7 @@ def test_tokens_with_positions_have_no_segments():
     hold(TALKING, 40, 40, torch.float32, Visibility(documents=documents, positions=positions))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mechanism", [*TWO_SIDED[:2], exhausting(TWO_SIDED[2])], ids=str)
 def test_kernels_that_look_to_both_sides(mechanism, interpreted):
     functions = (run_by(mechanism, impl) for impl in ("fused", "reference"))
@@ -188,6 +191,7 @@ def tile_steps(kind: type[TileSteps], two_sided: bool = False, documents=None) -
     return kind(Scope(sight, 400, 400, torch.ones(()).device, composed=True), two_sided)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.crossed
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("ragged_documents", [False, True], ids=["whole", "documents"])

@@ -89,6 +89,7 @@ def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monke
     hold(mechanism, Shape().long(111), torch.bfloat16, None)
 
 
+@pytest.mark.sampled(2)
 @fused
 def test_fused_too_through_the_public_functions(mechanism, interpreted):
     """One case each; the fused kernels have test files of their own."""

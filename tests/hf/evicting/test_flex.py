@@ -17,6 +17,7 @@ def eager():
     torch.compiler.set_stance("default")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 @pytest.mark.parametrize("padded", [False, True])

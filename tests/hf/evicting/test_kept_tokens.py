@@ -20,6 +20,7 @@ OBSERVING = (TOVA, H2O, SnapKV)
 WAYS = {"whole": [40], "chunks": [9, 1, 1, 7, 5, *[1] * 17], "steps": [1] * 40}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.crossed
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("family", "attention"), CASES)
@@ -45,6 +46,7 @@ def test_budgets_of_layers_sinks_recent_and_the_prompt(policy):
         in_steps(models[0], ids, [40], heedful.new_cache(models[0], kept))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_neox"])
@@ -132,6 +134,7 @@ def test_tokens_that_see_later_ones_of_their_call():
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_windows_wider_than_the_budget(family, attention):

@@ -173,6 +173,7 @@ def test_selectors_and_matrices_that_are_replaced_are_used(folder):
     assert all(map(torch.equal, *(c.positions() for c in caches)))
 
 
+@pytest.mark.slow
 def test_a_prompt_in_one_call_takes_linear_memory():
     """Law 12: F of a long prompt is added up without a map of its tokens."""
     code = """

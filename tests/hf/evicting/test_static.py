@@ -46,6 +46,7 @@ def all_right(found: dict[str, str | None], count: int) -> None:
     assert not wrong, "\n".join(f"{check}: {problem}" for check, problem in wrong.items())
 
 
+@pytest.mark.slow
 def test_one_graph_for_any_length():
     all_right(problems("eager", *QUICK), len(QUICK))
 
@@ -60,6 +61,7 @@ def pair(model, policy, **options):
     return [heedful.new_cache(model, policy, static=x, **options) for x in (False, True)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(
     "policy", [StreamingLLM, Window, Random, Knorm, KeyDiff, Strongest, MostHidden]

@@ -127,6 +127,7 @@ def test_a_device_that_is_not_there_is_one_line(command, monkeypatch, capsys):
     assert sorted(Path().iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINING)
 def test_training_says_its_device(command, capsys):
     assert status_of(*TRAINING[command], "--device", "cpu") == 0

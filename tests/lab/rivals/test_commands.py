@@ -22,6 +22,7 @@ def here(tmp_path, monkeypatch) -> None:
     Path("book.txt").write_text(BOOK)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["canon", "knocking-heads", "simplicial:every=1", "parallax"])
 def test_a_model_is_trained_and_evaluated(name, capsys):
     assert status_of("train", "plain", *TRAINING, "--mechanism", name, "--out", "run") == 0

@@ -136,16 +136,19 @@ def peak(config, tokens: int) -> float:
     return peak_memory_mib(PROGRAM.format(imports=imports, config=config, tokens=tokens))
 
 
+@pytest.mark.slow
 def test_maps_of_parallax_are_not_in_memory():
     """One of four heads has 64 MiB at 2,048 tokens, and there would be half a dozen."""
     assert peak(Parallax(), 2048) < 120
 
 
+@pytest.mark.slow
 def test_memory_of_simplicial_attention_grows_linearly():
     short, long = (peak(Simplicial(64, 8, every=1), tokens) for tokens in (1024, 4096))
     assert long < 5 * short and long < 60, "a map of 4,096 tokens and four heads has 256 MiB"
 
 
+@pytest.mark.slow
 def test_no_bias_of_all_rows_is_in_memory():
     """The difference, since the first call of the operator below imports a compiler."""
     short, long = (peak(RetentionGate(window=64), tokens) for tokens in (1024, 4096))

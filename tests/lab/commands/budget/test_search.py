@@ -125,6 +125,7 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     assert len(set(result.eviction.tokens)) > 1  # layers differ
 
 
+@pytest.mark.slow
 def test_a_sum_of_tokens_is_spread_over_the_layers(folder):
     result = search(options_for(folder, tokens=24))
     model = heedful.load(folder / "selective")

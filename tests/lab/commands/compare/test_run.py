@@ -121,6 +121,7 @@ def one_seed(parity, tmp_path):
     return Path(shutil.copytree(out, tmp_path / "out")), records
 
 
+@pytest.mark.slow
 def test_rivals_are_compared_as_the_others_are(tmp_path):
     names = (
         "standard", "knocking-heads", "canon", "gated", "exclusive", "forgetting",

@@ -100,6 +100,7 @@ def test_what_the_harness_has_graded_is_kept(tmp_path, task_folder, monkeypatch)
     assert len(policies) == 8
 
 
+@pytest.mark.slow
 def test_the_harness_reads_under_a_budget_as_we_do(tmp_path, ended, task_folder):
     options = {"lm_eval_tasks": (str(task_folder),), "samples": 3, "budget": ("13",)}
     tasks, words = ("lambada", "lm-eval:words_read"), []

@@ -36,6 +36,7 @@ def evaluation(tmp_path: Path, models: tuple[str, ...], **options) -> Evaluation
     return Evaluation(models, out=str(tmp_path / "out"), **(defaults | options))
 
 
+@pytest.mark.slow
 def test_stock_and_standard_are_equal_to_the_last_digit(tmp_path, task_data, models, monkeypatch):
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -40,6 +40,7 @@ def options(**more) -> Shrink:
     return Shrink("base", length=LENGTH, data=("text.txt",), trials=4, rows=2, **trained, **more)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train", ["none", "selectors", "lora"])
 def test_one_folder_that_decodes_in_a_quarter_of_the_bytes(here, train):
     said = []
@@ -78,6 +79,7 @@ def test_one_folder_that_decodes_in_a_quarter_of_the_bytes(here, train):
     assert shrink(options(train=train, ratio=3)) == result  # it is there
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_result(here):
     whole = shrink(options(train="lora", ratio=3, out="whole"))
     stops = iter([False, True, True])
@@ -97,6 +99,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(here):
         assert torch.equal(x, second.state_dict()[name]), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ended", [True, False])
 def test_another_model_or_text_under_the_same_name_is_refused(here, ended):
     """Law 32: what the folder holds belongs to one model and one text."""
@@ -119,6 +122,7 @@ def test_another_model_or_text_under_the_same_name_is_refused(here, ended):
     shrink(plan)
 
 
+@pytest.mark.slow
 def test_texts_of_a_command_that_was_refused_are_not_used(here):
     text = Path("text.txt")
     text.write_text(TEXT[:3000])  # the end of it is shorter than one sequence
