@@ -1,12 +1,15 @@
 """The tables of `heedful compare`: models trained from scratch, side by side."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.compare.ladder import FORMS, TASK
 from benchmarks.compare.run import FACTORS, MECHANISMS, TRIED_WITH, run_of
-from benchmarks.parts import markdown, origin, spread
+from benchmarks.parts import markdown, origin, provenance, read, spread
 from heedful_lab.commands.compare.findings import RULE, configurations, findings, summarise, table
 from heedful_lab.commands.compare.setups import setups
 from heedful_lab.records import SHARES, read_records
+from heedful_lab.rivals.table import mechanism
 
 RESULTS = Path(__file__).parent / "results"
 COMPARE, LONGER = RESULTS / "compare-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"
@@ -111,8 +114,73 @@ def tuned() -> str:
     return f"{markdown(['mechanism', *tasks], body)}\n\n{when}"
 
 
+TASKS_KEPT = {
+    "blocks": "several letters in one block",
+    "assignment": "the latest of a variable's values",
+    "recall": "long-range recall",
+    "magic-numbers": "needles in words",
+    "text": "text, perplexity per byte",
+}
+BESIDE_FLASH = ("standard", "canon", "gated", "differential-v2", "mta", "mta-flash")
+
+
+def kept() -> str:
+    """Results of kernels of low rank beside the full operator and its cheaper rivals."""
+    records = read_records(RESULTS / "tuned-cpu.jsonl")
+    records = [r for r in records if r.seed != TRIED_WITH and r.mechanism in BESIDE_FLASH]
+    body = []
+    for task, words in TASKS_KEPT.items():
+        runs = {x: [r for r in records if (r.task, r.mechanism) == (task, x)] for x in BESIDE_FLASH}
+        share = runs["standard"][0].metric in SHARES
+        cells = (spread([r.value for r in those], share=share) for those in runs.values())
+        body.append([f"{words} (`{task}`)", *cells])
+    about = "Wrong answers, and perplexity; three seeds, mean and standard deviation."
+    when = origin([record.environment for record in records])
+    return f"{markdown(['task', *BESIDE_FLASH], body)}\n\n{about}\n\n{when}"
+
+
+def ladder() -> str:
+    """Forms of multi-token attention by their price: small models of text, at equal time."""
+    records = read(RESULTS / "ladder-cpu.jsonl")
+    tuned_runs = [r for r in read_records(RESULTS / "tuned-cpu.jsonl") if r.seed != TRIED_WITH]
+    body = []
+    for timed in (r for r in records if "rounds" in r):
+        form = timed["form"]
+        runs = [r for r in records if "seed" in r and r["form"] == form]
+        name, changes = FORMS[form]
+        whole = [r.value for r in tuned_runs if (r.task, r.mechanism) == (TASK, name)]
+        body.append([
+            form,
+            flops(*FORMS[form]),
+            f"{timed['times_standard']:.2f} ×",
+            f"{runs[0]['steps']:,}",
+            spread([next(iter(r["final"].values())) for r in runs]),
+            spread(whole) if whole and not changes else "–",
+        ])  # fmt: skip
+    seeds = len({r["seed"] for r in records if "seed" in r})
+    about = (
+        f"Perplexity per byte, {seeds} seeds, mean and standard deviation. FLOPs are those of the "
+        "products of attention alone, counted."
+    )
+    head = ["form", "FLOPs", "time of a step", "steps", "at equal time", "after 400 steps"]
+    return f"{markdown(head, body)}\n\n{about}\n\n{provenance(records)}"
+
+
+def flops(name: str, changes: dict) -> str:
+    """Products of attention as multiples of plain attention's, where they are those of SDPA."""
+    if name in ("standard", "gated", "canon"):
+        return "1 ×"
+    if name != "mta-flash":
+        return "–"
+    config = replace(mechanism(name), **changes)
+    width = config.rank * (config.mix or 1) + (config.post_mix or 1)
+    return f"{width / 2:g} ×"
+
+
 BLOCKS = {
     "tuned": tuned,
+    "flash-kept": kept,
+    "ladder": ladder,
     "compare": compare,
     "assignment": lambda: by_split(RESULTS / "assignment-cpu.jsonl"),
     "magic-numbers": lambda: by_split(RESULTS / "magic-numbers-cpu.jsonl"),

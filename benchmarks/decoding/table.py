@@ -39,5 +39,6 @@ def decoding(only: int | None = None, path: Path = RESULTS / "decoding-cpu.jsonl
 BLOCKS = {
     "decoding": decoding,
     "decoding-short": lambda: decoding(8192),
+    "decoding-flash": lambda: decoding(path=RESULTS / "decoding-flash-cpu.jsonl"),
     "decoding-grouped": lambda: decoding(path=RESULTS / "decoding-grouped-cpu.jsonl"),
 }

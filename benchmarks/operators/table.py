@@ -68,6 +68,23 @@ def _kind(record: dict) -> tuple[int, int, str]:
     return record["config"]["batch"], record["tokens"], record["config"]["layout"]
 
 
+def flash() -> str:
+    """Kernels of low rank through torch's own attention, beside SDPA."""
+    records = read(RESULTS / "operators-flash-cpu.jsonl")
+    cases = {(r["mechanism"], r["pass"], r["tokens"]): r for r in records}
+    head = ["pass", "tokens", "SDPA ms", "mta-flash ms", "× SDPA", "SDPA MiB", "mta-flash MiB"]
+    lines = []
+    for (name, passed, tokens), wide in cases.items():
+        if name != "sdpa":
+            plain = cases["sdpa", passed, tokens]
+            lines.append([
+                passed, f"{tokens:,}", _number(plain, "ms"), _number(wide, "ms"),
+                f"{wide['sdpa_ratio']:.2f} ×", _number(plain, "peak_mib"),
+                _number(wide, "peak_mib"),
+            ])  # fmt: skip
+    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{provenance(records)}"
+
+
 def half() -> str:
     """bf16 beside the fp32 of the main table: what a CPU's units for it are worth."""
     records = read(RESULTS / "operators-cpu-bf16.jsonl")
@@ -151,6 +168,7 @@ BLOCKS = {
     "bench": lambda: bench("forward+backward"),
     "bench-forward": lambda: bench("forward"),
     "bench-decode": lambda: bench("decode"),
+    "bench-flash": flash,
     "bench-tiled": tiled,
     "bench-bf16": half,
     "bench-composed": composed,

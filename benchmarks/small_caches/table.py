@@ -122,6 +122,8 @@ BLOCKS = {
     "caches-recall": lambda: caches(RESULTS / "caches-recall-cpu.jsonl"),
     "caches-short": caches_short,
     "caches-recall-long": lambda: caches(RESULTS / "caches-recall-1024-cpu.jsonl"),
+    "caches-mta-selective": lambda: caches(RESULTS / "caches-mta-selective-cpu.jsonl"),
+    "taught-mta-selective": lambda: taught("taught-mta-selective"),
     "retrofit": lambda: caches(RESULTS / "retrofit-cpu.jsonl"),
     "retrofit-long": lambda: caches(RESULTS / "retrofit-1024-cpu.jsonl"),
     "taught": lambda: taught("taught"),
