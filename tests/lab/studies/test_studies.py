@@ -15,7 +15,7 @@ from heedful.nn import MultiToken, ablations
 from heedful_lab.commands.models import mechanisms_named
 from heedful_lab.records import UnderBudget, read
 from heedful_lab.rivals.models import convert, load
-from heedful_lab.tasks import TASKS, Recall
+from heedful_lab.tasks import TASKS, Recall, Text
 from heedful_lab.tasks.samples import Recipe
 
 
@@ -86,6 +86,21 @@ def test_every_mechanism_trains_with_the_best_of_three_rates(run, monkeypatch, c
     standard, parallax = (next(x for x in records if x.mechanism == name) for name in names)
     assert parallax.config["size"]["intermediate"] < 32
     assert abs(parallax.parameters - standard.parameters) <= 3 * 16 * 2 / 2
+
+
+def test_the_ladder_gives_each_form_the_steps_of_its_price(run, monkeypatch):
+    monkeypatch.setattr(Text, "recipe", Recipe(16, 2, 2, 12, 2, 2e-3, (), held_out=4))
+    options = ("--rounds", 2, "--only", "standard", "rank 2, pairs", "--out", "ladder.jsonl")
+    run("compare.ladder", "--seeds", 1, *options)
+    timed, trained = lines("ladder.jsonl")[:2], lines("ladder.jsonl")[2:]
+    assert [x["form"] for x in timed] == [x["form"] for x in trained]
+    for one, other in zip(timed, trained, strict=True):
+        assert other["steps"] == round(12 / max(1.0, one["times_standard"]))
+        assert other["config"]["budget"]["learning_rate"] == 4e-3
+    assert timed[0]["times_standard"] == 1 and trained[0]["steps"] == 12
+    before = lines("ladder.jsonl")
+    run("compare.ladder", "--seeds", 2, *options)  # times are not taken again
+    assert lines("ladder.jsonl")[:4] == before and len(lines("ladder.jsonl")) == 6
 
 
 @pytest.mark.parametrize("script", ["run", "overhead"])
