@@ -288,7 +288,7 @@ WRONG = {
     r"bias must be \[1 or 2, 1 or \d, 17, 17\] .*\(1, \d, 16, 17\)": lambda x: x["bias"][:, :, 1:],
     r"bias must be \[1 or 2, .* got \(\d, 17, 17\)": lambda x: x["bias"][0],
     "bias must be a floating-point tensor .* belongs in visibility": lambda x: x["bias"] > 0,
-    "bias must be finite, .* hide tokens with visibility": lambda x: x["bias"] - torch.inf,
+    "bias must be finite, .* mask tokens with visibility": lambda x: x["bias"] - torch.inf,
     r"bias must be a tensor \[1 or B, 1 or H, Tq, Tk\], got 0.5": lambda _: 0.5,
     "softcap must be positive, got 0; None caps nothing": lambda _: 0,
     "softcap must be positive, got -50": lambda _: -50.0,
