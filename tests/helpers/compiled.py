@@ -385,15 +385,15 @@ def operator_low_rank() -> None:
     x = transposed(leaves(BY_NAME["low-rank"].draw(SHAPE), torch.float64))
     segments = ragged(SHAPE.keys)[0].segments()
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    qkv, factors = (x["q"], x["k"], x["v"]), (x["u"], x["w"])
+    qkv, factors, mixing = (x["q"], x["k"], x["v"]), (x["u"], x["w"]), (x["mix"], x["post_mix"])
     operator = torch.ops.heedful.multi_token_attention_flash.default
     backward = torch.ops.heedful.multi_token_attention_flash_backward.default
     for arguments in (
-        (*qkv, *factors, x["post_mix"], sinks, segments, None, True, 7, 0.5, True, False, False,
+        (*qkv, *factors, *mixing, sinks, segments, None, True, 7, 0.5, True, False, False,
          "tiled"),
-        (*qkv, None, None, x["post_mix"], None, None, None, True, None, 0.5, True, False, True,
+        (*qkv, None, None, *mixing, None, None, None, True, None, 0.5, True, False, True,
          "tiled"),
-        (*qkv, *factors, None, None, None, places(), False, None, 0.5, False, False, False,
+        (*qkv, *factors, None, None, None, None, places(), False, None, 0.5, False, False, False,
          "composed"),
     ):  # fmt: skip
         torch.library.opcheck(operator, (*arguments, True))

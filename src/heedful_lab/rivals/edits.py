@@ -27,7 +27,11 @@ _under_way = threading.local()  # the call of an edited attention module in this
 class _Call(NamedTuple):
     """One call of an attention module; the document of every token, `None` where all are of one."""
 
-    segments: Int[Tensor, "#B T"] | None
+    segments: Int[Tensor, "#B Tk"] | None
+
+    def of(self, x: Float[Tensor, "B T C"]) -> Int[Tensor, "#B T"] | None:
+        """Documents of the call's own tokens, the last ones: with a cache there are earlier ones."""
+        return None if self.segments is None else self.segments[:, -x.shape[1] :]
 
 
 class EditingLayer(StandardAttention):
@@ -96,12 +100,12 @@ class _Edit:
         """Begin a call of the attention module, into which its projections run."""
         self.follow()
         visibility = visibility_among(args, kwargs)
-        segments = None if visibility is None else visibility.segments()
-        _under_way.call = _Call(segments)
+        call = _Call(None if visibility is None else visibility.segments())
+        _under_way.call = call
         if not self.input:
             return args, kwargs
         x = args[0] if args else kwargs["hidden_states"]
-        x = getattr(module, NAME).edited("input", x, segments)
+        x = getattr(module, NAME).edited("input", x, call.of(x))
         return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
 
     def follow(self) -> None:
@@ -136,7 +140,7 @@ class _Projection(NamedTuple):
 
     def __call__(self, module: nn.Module, args: tuple, output: Float[Tensor, "B T C"]) -> Tensor:
         call = getattr(_under_way, "call", None) or _Call(None)
-        return getattr(self.attention, NAME).edited(self.part, output, call.segments)
+        return getattr(self.attention, NAME).edited(self.part, output, call.of(output))
 
 
 def _end(module: nn.Module, args: tuple, output: object) -> None:

@@ -53,7 +53,7 @@ def joined(
         out = near_outputs((near - total[..., None]).exp(), widen(v))
     for rows, far, log_sum in parts:
         out[:, :, rows] += far * (log_sum - total[:, :, rows]).exp()[..., None]
-    return Joined(out.to(q.dtype), total)
+    return Joined(out.to(q.dtype).contiguous(), total)
 
 
 def joined_backward(
