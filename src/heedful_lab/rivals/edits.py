@@ -30,7 +30,7 @@ class _Call(NamedTuple):
     segments: Int[Tensor, "#B Tk"] | None
 
     def of(self, x: Float[Tensor, "B T C"]) -> Int[Tensor, "#B T"] | None:
-        """Documents of the call's own tokens, the last ones: with a cache there are earlier ones."""
+        """Documents of the newest tokens: with a cache there are earlier ones."""
         return None if self.segments is None else self.segments[:, -x.shape[1] :]
 
 
