@@ -63,7 +63,7 @@ def multi_token_attention(
         conv: kernels before the softmax, one per head; the last row meets the current query, the
             centre column the same key, so the identity has its 1 at `[cq - 1, ck // 2]`. `ck` odd.
             Or the factors of kernels of low rank: attention is then that of torch's own kernels
-            with heads R times as wide (g R times with `mix`), and beside it a band of near keys.
+            with heads R times as wide (g R times with `mix`), but for a band of near keys.
             They want no `post_conv`, bias, soft cap or dropout. A window masks keys, and not what
             `LowRank.w` puts of them into their neighbours.
         post_conv: kernels after the softmax, of the same orientation; rows are not renormalised.

@@ -233,7 +233,8 @@ class _Call(NamedTuple):
         heads, near = q.shape[1], None
         if self.band is not None:
             near = self.band.logits(q, k)
-        q, k = self.filtered(q, k)
+        if self.filters is not None:
+            q, k = (f.of(x) for f, x in zip(self.filters, (q, k), strict=True))
         if self.before is not None:
             q, k = self.before.queries(q, self.mix).to(q.dtype), self.before.side_by_side(k)
             near = None if near is None else mix_heads(near, self.mix, self.across)
@@ -241,12 +242,6 @@ class _Call(NamedTuple):
             v = self.after.side_by_side(v)
         q, scale = with_positive_scale(q, self.scale)
         return q, spread_heads(k, heads), spread_heads(v, heads), near, scale
-
-    def filtered(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Filtered queries and keys."""
-        if self.filters is None:
-            return q, k
-        return tuple(f.of(x) for f, x in zip(self.filters, (q, k), strict=True))
 
     def logits_backward(
         self, dq: Tensor, dk: Tensor, dnear: Tensor | None, q: Tensor, k: Tensor
@@ -257,9 +252,10 @@ class _Call(NamedTuple):
         if self.before is None:
             dk = gather_heads(dk, shared)
         else:
-            queries, keys = self.filtered(q, k)
+            queries = q if self.filters is None else self.filters[0].of(q)
             dq, dmix = self.before.queries_backward(dq, queries, self.mix)
-            dk = self.before.apart(gather_heads(dk, self.before.parts), keys.shape[3])
+            width = dk.shape[3] // self.before.keys
+            dk = self.before.apart(gather_heads(dk, self.before.parts), width)
         if self.filters is not None:
             (dq, du), (dk, dw) = (
                 f.backward(d, x) for f, d, x in zip(self.filters, (dq, dk), (q, k), strict=True)
